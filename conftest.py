@@ -1,0 +1,25 @@
+"""For every distribution's tests: hypothesis profiles, and `cuda` tests skipped where there is no device."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+_quiet = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
+settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=_quiet)
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, database=None, print_blob=True)
+settings.register_profile("thorough", settings.get_profile("dev"), max_examples=2000)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))

@@ -1,0 +1,148 @@
+"""The control plane as a trainer engine sees it.
+
+`VLLMWeightSyncClient` is the reference's four-method protocol: anything that has these methods can be driven.
+`ControlClient` is what weightwire's own clients offer on top: deadlines, an id per update so that every call may be
+repeated, abort, pause. `ControlPlane` lets a trainer engine use either.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from weightwire.deadline import Deadline
+from weightwire.errors import Unsupported
+from weightwire.messages import WeightTransferUpdatePayload
+
+PauseMode = Literal["keep", "wait", "abort"]
+
+
+@runtime_checkable
+class VLLMWeightSyncClient(Protocol):
+    """The four calls of a weight update. All block, raise on failure, and reach every worker behind the client."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: WeightTransferUpdatePayload) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+@runtime_checkable
+class ControlClient(Protocol):
+    """A client that takes deadlines and update ids, and has the calls around an update.
+
+    `timeout` is in seconds; None means the client's own.
+    """
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any], *, timeout: float | None = None) -> None: ...
+
+    def start_weight_update(
+        self, *, update_id: str | None = None, draft: bool = False, timeout: float | None = None
+    ) -> None: ...
+
+    def update_weights(
+        self,
+        update_info: WeightTransferUpdatePayload,
+        *,
+        update_id: str | None = None,
+        sequence: int | None = None,
+        timeout: float | None = None,
+    ) -> None: ...
+
+    def finish_weight_update(
+        self,
+        weight_version: str | None = None,
+        *,
+        update_id: str | None = None,
+        timeout: float | None = None,
+    ) -> None: ...
+
+    def abort_weight_update(self, *, update_id: str | None = None, timeout: float | None = None) -> None: ...
+
+    def shutdown_weight_transfer_engine(self, *, timeout: float | None = None) -> None: ...
+
+    def get_world_size(self, include_dp: bool = True) -> int: ...
+
+    def weight_info(self) -> dict[str, Any]: ...
+
+    def pause(self, mode: PauseMode = "abort", *, timeout: float | None = None) -> None: ...
+
+    def resume(self, *, timeout: float | None = None) -> None: ...
+
+
+class ControlPlane:
+    """Drives either kind of client; mints the id of each update.
+
+    Args:
+        client: A `ControlClient`, or anything with the four methods.
+    """
+
+    def __init__(self, client: VLLMWeightSyncClient) -> None:
+        self.client = client
+        self._full: ControlClient | None = client if isinstance(client, ControlClient) else None
+        self._update_id: str | None = None
+        self._sequence = 0
+
+    def world_size(self) -> int | None:
+        """Worker ranks behind the client; None where the client cannot tell."""
+        ask = getattr(self.client, "get_world_size", None)
+        return int(ask()) if callable(ask) else None
+
+    def initialise(self, init_info: dict[str, Any], deadline: Deadline) -> None:
+        """Have every worker connect."""
+        if self._full is not None:
+            self._full.init_weight_transfer_engine(init_info, timeout=deadline.remaining())
+        else:
+            self.client.init_weight_transfer_engine(init_info)
+
+    def start(self, deadline: Deadline, *, draft: bool = False) -> None:
+        """Open an update under a new id."""
+        self._update_id, self._sequence = uuid.uuid4().hex, 0
+        if self._full is not None:
+            self._full.start_weight_update(update_id=self._update_id, draft=draft, timeout=deadline.remaining())
+        elif draft:
+            raise Unsupported(f"{type(self.client).__name__} has no start_draft_weight_update")
+        else:
+            self.client.start_weight_update()
+
+    def update(self, update_info: WeightTransferUpdatePayload, deadline: Deadline) -> None:
+        """Send one message of the open update."""
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        if self._full is not None:
+            self._full.update_weights(
+                update_info, update_id=self._update_id, sequence=sequence, timeout=deadline.remaining()
+            )
+        else:
+            self.client.update_weights(update_info)
+
+    def finish(self, weight_version: str | None, deadline: Deadline) -> None:
+        """Have every worker commit the open update."""
+        if self._full is not None:
+            self._full.finish_weight_update(weight_version, update_id=self._update_id, timeout=deadline.remaining())
+        elif weight_version is None:
+            self.client.finish_weight_update()
+        else:
+            self.client.finish_weight_update(weight_version)
+
+    def abort(self, timeout: float) -> None:
+        """Have every worker drop the open update, where the client can say so."""
+        if self._full is not None and self._update_id is not None:
+            self._full.abort_weight_update(update_id=self._update_id, timeout=timeout)
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """Pause every worker's readers.
+
+        Raises:
+            Unsupported: The client has no pause.
+        """
+        if self._full is None:
+            raise Unsupported(f"{type(self.client).__name__} has no pause: pause the workers yourself")
+        self._full.pause(mode, timeout=deadline.remaining())
+
+    def resume(self, timeout: float) -> None:
+        """Resume every worker's readers."""
+        if self._full is not None:
+            self._full.resume(timeout=timeout)

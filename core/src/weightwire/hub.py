@@ -1,0 +1,246 @@
+"""The state of one epoch, kept at trainer rank 0.
+
+A hub knows no sockets and no clock: it is told what members say and when they go, and answers through their
+channels. It lives on one thread.
+
+    member   absent -> present -> left          left: it said bye while nobody waited
+    epoch    open -> failed                     the first reason stays, and is told to everybody at once
+             open -> closed                     trainer rank 0 said bye
+
+The epoch fails when a member says so, is lost, falls silent, leaves while others wait, or gives up waiting for an
+exchange: after that an exchange that is not yet answered never is. An exchange is answered once every member of
+the world has posted, to all of them in one step; whoever gives up is first told what was decided, because its
+answer is ahead of the failure in its channel. So an exchange may serve as the vote of a two-phase commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from weightwire.errors import (
+    DeadlineExceeded,
+    HandshakeError,
+    PayloadTooLarge,
+    PeerFailed,
+    PeerLost,
+    PeerStalled,
+    WeightwireError,
+    error_from_json,
+)
+from weightwire.exchange import member_label, reduce
+from weightwire.frames import Frame, encode
+from weightwire.keyvalues import KeyValues
+
+
+class Channel(Protocol):
+    """The way to one member."""
+
+    def send(self, frame: bytes) -> None:
+        """Send an encoded frame without blocking."""
+
+    def finish(self) -> None:
+        """Nothing more will be sent."""
+
+
+@dataclass(slots=True)
+class Member:
+    """What the hub knows about one member.
+
+    Attributes:
+        pid: Its process id, as it says.
+        channel: The way to it.
+        phase: What it said last that it does.
+        left: It said bye.
+    """
+
+    pid: int
+    channel: Channel
+    phase: str = "join"
+    left: bool = False
+
+
+class Hub:
+    """Answers exchanges and store requests, and spreads failures.
+
+    Args:
+        trainers: Number of trainer ranks, at least 1.
+        workers: Number of workers.
+        peer_timeout: Seconds of silence after which a member counts as stalled; told to each.
+
+    Attributes:
+        absent: Member ranks that have not joined. Replaced, never changed, so that any thread may read it.
+        failure: Why the epoch failed.
+    """
+
+    def __init__(self, *, trainers: int, workers: int, peer_timeout: float) -> None:
+        self.peer_timeout = peer_timeout
+        self.failure: WeightwireError | None = None
+        self._trainers = trainers
+        self._world = range(trainers + workers)
+        self.absent = tuple(self._world)
+        self._members: dict[int, Member] = {}
+        self._exchanges: dict[str, dict[int, Frame]] = {}
+        self._table = KeyValues()
+
+    def admit(self, rank: int, pid: int, channel: Channel) -> None:
+        """Take a member in and welcome it.
+
+        Raises:
+            HandshakeError: There is no such rank, or it is taken.
+            WeightwireError: The epoch has failed, for this reason.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if rank not in self._world:
+            workers = len(self._world) - self._trainers
+            world = f"{self._trainers} trainer ranks and {workers} workers"
+            raise HandshakeError(f"member rank {rank} is outside this world of {world}")
+        if rank in self._members:
+            state = "has left this epoch; join the next" if self._members[rank].left else "is already here"
+            raise HandshakeError(f"{self._name(rank)} {state}")
+        self._members[rank] = Member(pid, channel)
+        self.absent = tuple(other for other in self._world if other not in self._members)
+        workers = len(self._world) - self._trainers
+        welcome = {"type": "welcome", "trainers": self._trainers, "workers": workers, "pid": self._members[0].pid}
+        channel.send(encode({**welcome, "peer_timeout": self.peer_timeout}))
+
+    def receive(self, rank: int, frame: Frame) -> None:
+        """Act on what a member says; once the epoch has failed only its leaving counts."""
+        if frame["type"] == "bye":
+            self._leave(rank)
+        if self.failure is not None:
+            return
+        match frame["type"]:
+            case "phase":
+                self._members[rank].phase = frame["name"]
+            case "post":
+                self._post(rank, frame)
+            case "store":
+                self._serve(rank, frame)
+            case "give_up":
+                self._give_up(rank, frame)
+            case "forget":
+                self._forget(rank, frame)
+            case "fail":
+                self.fail(self._told_by(rank, error_from_json(frame["error"])), rank=rank)
+
+    def lose(self, rank: int, why: str) -> None:
+        """The connection of `rank` ended."""
+        member = self._members[rank]
+        if not member.left:
+            self.fail(PeerLost(f"{self._name(rank)} was lost during {member.phase}: {why}"), rank=rank)
+
+    def stall(self, rank: int) -> None:
+        """Nothing came from `rank` for `peer_timeout` seconds."""
+        member = self._members[rank]
+        if member.left:
+            return
+        silence = f"{self._name(rank)} has said nothing for {self.peer_timeout:g} s, during {member.phase}"
+        self.fail(PeerStalled(f"{silence}: it is stopped, or cannot be reached"), rank=rank)
+
+    def fail(self, error: WeightwireError, *, rank: int | None = None) -> None:
+        """The epoch is dead from now on; everybody is told, unless it was dead before.
+
+        Args:
+            error: The reason.
+            rank: The member it is about.
+        """
+        if self.failure is None:
+            self.failure = error
+            self._exchanges.clear()
+            self._tell(self._members, {"type": "failed", "error": error.to_json(), "rank": rank})
+
+    def close(self) -> None:
+        """End the epoch in good order."""
+        self._tell(self._members, {"type": "closed"})
+        for member in self._members.values():
+            member.channel.finish()
+
+    def _tell(self, ranks: Iterable[int], frame: Frame) -> None:
+        data = encode(frame)
+        for rank in tuple(ranks):
+            if not self._members[rank].left:
+                self._members[rank].channel.send(data)
+
+    def _name(self, rank: int) -> str:
+        member = self._members.get(rank)
+        return f"{self._label(rank)} (pid {member.pid})" if member else self._label(rank)
+
+    def _label(self, rank: int) -> str:
+        return member_label(rank, self._trainers)
+
+    def _told_by(self, rank: int, error: WeightwireError) -> WeightwireError:
+        """`error` as the others see it: what one rank knows of a lost one stays that."""
+        kind = type(error) if isinstance(error, PeerLost) else PeerFailed
+        return kind.from_json({**error.to_json(), "rank": self._label(rank)})
+
+    def _leave(self, rank: int) -> None:
+        member = self._members[rank]
+        self._table.forget(rank)
+        if self._exchanges or self._table.waiters:
+            waited = f"others waited for {', '.join(self._exchanges) or 'its keys'}"
+            self.fail(PeerLost(f"{self._name(rank)} left during {member.phase} while {waited}"), rank=rank)
+        member.left = True
+        member.channel.finish()
+
+    def _missed(self) -> bool:
+        """Fail if somebody has left, because what would wait now would wait for ever."""
+        for rank, member in self._members.items():
+            if member.left:
+                self.fail(PeerLost(f"{self._name(rank)} has left after {member.phase}"), rank=rank)
+                return True
+        return False
+
+    def _post(self, rank: int, frame: Frame) -> None:
+        self._members[rank].phase = phase = frame["phase"]
+        if self._missed():
+            return
+        posts = self._exchanges.setdefault(phase, {})
+        posts[rank] = frame
+        if len(posts) == len(self._world):
+            del self._exchanges[phase]
+            self._answer(posts)
+
+    def _answer(self, posts: dict[int, Frame]) -> None:
+        first = next(iter(posts.values()))
+        outcome = {"type": "reply", "id": first["id"], **reduce(posts, self._label)}
+        gatherers = [rank for rank in posts if posts[rank]["gather"]]
+        if gatherers:
+            payloads = {rank: posts[rank]["payload"] for rank in sorted(posts)}
+            try:
+                self._tell(gatherers, {**outcome, "payloads": payloads})
+            except PayloadTooLarge as error:
+                self.fail(PayloadTooLarge(f"{first['phase']}: all payloads together make {error.message}"))
+                return
+        self._tell([rank for rank in posts if rank not in gatherers], outcome)
+
+    def _give_up(self, rank: int, frame: Frame) -> None:
+        """A member waits no longer for an exchange: fail, unless it was answered in the meantime."""
+        posts = self._exchanges.get(frame["phase"])
+        if posts is None:
+            return
+        error = error_from_json(frame["error"])
+        if not isinstance(error, DeadlineExceeded):
+            self.fail(self._told_by(rank, error), rank=rank)
+            return
+        late = [other for other in self._world if other not in posts]
+        words = f"{error.message}: {'; '.join(self._whereabouts(other) for other in late)}"
+        self.fail(DeadlineExceeded(words, rank=self._label(rank)), rank=late[0])
+
+    def _whereabouts(self, rank: int) -> str:
+        member = self._members.get(rank)
+        return f"{self._name(rank)} {f'is still in {member.phase}' if member else 'has not joined'}"
+
+    def _serve(self, rank: int, request: Frame) -> None:
+        for waiter, reply in self._table.serve(rank, request):
+            self._tell([waiter.rank], {"type": "reply", "id": waiter.request["id"], **reply})
+        if self._table.waiters:
+            self._missed()
+
+    def _forget(self, rank: int, frame: Frame) -> None:
+        self._table.forget(rank, frame["id"])
+        silent = self._table.silent(frame["prefix"], frame["ranks"] or self._world)
+        names = [self._whereabouts(other) for other in silent]
+        self._tell([rank], {"type": "reply", "id": frame["id"], "silent": names})

@@ -1,0 +1,173 @@
+"""A transport's plugin, loaded: one at a time, each in a manager of its own, its failure kept as data.
+
+The checks come in this order, and each stops the rest: switched off, `Requires-Dist`, the import, the API
+version, the hooks, the names, and last whether it can work here as the role that is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import cast
+
+import pluggy
+
+from weightwire import API_VERSION
+from weightwire.discovery import Transport, transports
+from weightwire.hookspecs import PROJECT, Role, TransportHooks, TransportSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """A plugin that was loaded and passed every check that does not depend on a role.
+
+    Attributes:
+        transport: Its record, with the name and aliases that the plugin declares.
+        spec: What it declares.
+        hooks: Its hooks, answered by nobody else.
+    """
+
+    transport: Transport
+    spec: TransportSpec
+    hooks: TransportHooks
+
+    def usable(self, role: Role) -> Transport:
+        """The transport's record in state ready, unavailable or broken."""
+        try:
+            answer = self.hooks.weightwire_available(role=role)
+        except Exception as error:  # noqa: BLE001 - a plugin may raise anything
+            return _broken(self.transport, error, "weightwire_available")
+        if answer is None or answer.usable:
+            return replace(self.transport, state="ready")
+        return replace(self.transport, state="unavailable", reason=answer.reason, remedy=answer.remedy)
+
+    def engines(self, role: Role) -> dict[str, tuple[str, str]]:
+        """Module and class of the engine of each backend name, for one role; nothing is imported.
+
+        Raises:
+            TransportBroken: The hook raised; its exception is chained.
+        """
+        found: dict[str, tuple[str, str]] = {}
+
+        def register(name: str, module_path: str, class_name: str) -> None:
+            found[name] = (module_path, class_name)
+
+        hooks = self.hooks
+        hook = (
+            hooks.weightwire_register_worker_engines
+            if role == "worker"
+            else hooks.weightwire_register_trainer_engines
+        )
+        try:
+            hook(register=register)
+        except Exception as error:
+            raise _broken(self.transport, error, f"weightwire_register_{role}_engines").error() from error
+        return found
+
+
+_loaded: dict[Transport, Plugin] = {}
+
+
+def examine(transport: Transport) -> Plugin | Transport:
+    """Load one plugin; nothing that it does wrong is raised.
+
+    Returns:
+        The plugin, or the transport's record with the state in which it got stuck. A success is kept, a
+        failure is tried again next time.
+    """
+    if transport.state in ("disabled", "incompatible"):
+        return transport
+    if transport not in _loaded:
+        result = _load(transport)
+        if isinstance(result, Transport):
+            return result
+        _loaded[transport] = result
+    return _loaded[transport]
+
+
+def load(transport: Transport) -> Plugin:
+    """Load one plugin.
+
+    Raises:
+        PluginError: The error of the state in which it got stuck, with the plugin's own exception chained.
+    """
+    result = examine(transport)
+    if isinstance(result, Transport):
+        raise result.error()
+    return result
+
+
+def survey() -> list[tuple[Transport, TransportSpec | None]]:
+    """Every installed transport with the state it reaches here, and what it declares if it was loaded.
+
+    It is ready where one role at least can use it; the reason then names the role that cannot.
+    """
+    found: list[tuple[Transport, TransportSpec | None]] = []
+    for transport in transports():
+        result = transport if transport.state == "conflict" else examine(transport)
+        if isinstance(result, Transport):
+            found.append((result, None))
+        else:
+            found.append((_either(result.usable("worker"), result.usable("trainer")), result.spec))
+    return found
+
+
+def _either(worker: Transport, trainer: Transport) -> Transport:
+    if worker.state == trainer.state:
+        return worker
+    if trainer.state == "ready":
+        return replace(worker, state="ready", reason=f"not as a worker: {worker.reason}")
+    if worker.state == "ready":
+        return replace(trainer, state="ready", reason=f"not as a trainer: {trainer.reason}")
+    return worker if worker.state == "broken" else trainer
+
+
+def strict() -> bool:
+    """Whether `WEIGHTWIRE_STRICT=1` makes an error of a transport that cannot be had and nobody asked for."""
+    return os.environ.get("WEIGHTWIRE_STRICT", "") not in ("", "0")
+
+
+def check_all() -> None:
+    """Raise for the first installed transport that is in conflict, incompatible or broken."""
+    for transport in transports():
+        result = transport if transport.state == "conflict" else examine(transport)
+        if isinstance(result, Transport) and result.state != "disabled":
+            raise result.error()
+
+
+def _load(transport: Transport) -> Plugin | Transport:
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(TransportHooks)
+    hooks = cast(TransportHooks, manager.hook)
+    try:
+        manager.register(transport.entry.load(), name=transport.qualified)
+        spec = hooks.weightwire_transport()
+        if not isinstance(spec, TransportSpec):
+            raise TypeError(f"weightwire_transport answered {spec!r}, not a TransportSpec")
+        major, minor = spec.api_version
+        if major != API_VERSION[0] or minor > API_VERSION[1]:
+            wanted, held = (".".join(map(str, version)) for version in (spec.api_version, API_VERSION))
+            return _incompatible(
+                transport, f"its plugin is written for API {wanted}, this weightwire has API {held}"
+            )
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        return _incompatible(transport, str(error), error)
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything
+        return _broken(transport, error, "its plugin module")
+    declared = {spec.backend, *spec.aliases}
+    if declared != transport.names:
+        reason = f"it declares {sorted(declared)} and its entry points say {sorted(transport.names)}"
+        return replace(transport, state="broken", reason=reason, remedy=f"reinstall {transport.distribution}")
+    return Plugin(replace(transport, name=spec.backend, aliases=tuple(spec.aliases)), spec, hooks)
+
+
+def _incompatible(transport: Transport, reason: str, cause: Exception | None = None) -> Transport:
+    remedy = f"pip install --upgrade weightwire {transport.distribution}"
+    return replace(transport, state="incompatible", reason=reason, remedy=remedy, cause=cause)
+
+
+def _broken(transport: Transport, error: Exception, where: str) -> Transport:
+    reason = f"{where} raised {type(error).__name__}: {error}"
+    remedy = f"weightwire doctor {transport.name} shows where"
+    return replace(transport, state="broken", reason=reason, remedy=remedy, cause=error)

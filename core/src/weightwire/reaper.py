@@ -1,0 +1,162 @@
+"""What outlives a call: process groups whose threads are still inside a failed operation.
+
+gloo cannot be interrupted: an operation whose peer stopped in mid-message ends when its own timeout does, and
+destroying its group waits for that. So a failed group is *parked* here, with every buffer its operations may still
+write to, and one daemon thread destroys it once they have ended.
+
+An interpreter that ends must neither wait for such a group nor be hurt by it. Hence two rules. A group that was
+not destroyed in order is never destroyed at all: `retain` takes a reference that only `destroy` gives back. And no
+thread of Python may return from C++ while the interpreter is being taken down, since CPython ends it there and C++
+calls that a crash (exit status 134): such calls go through `settled`, in short slices, and the last slice is
+waited for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from weightwire.deadline import Deadline
+
+_INTERVAL = 0.1
+_EXIT_SECONDS = 1.0
+
+_condition = threading.Condition()
+_parked: list[_Parked] = []
+_thread: threading.Thread | None = None
+_teardown = threading.Lock()
+_inside: set[int] = set()
+_leaver: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parked:
+    groups: list[Any]
+    works: list[Any]
+    keep: list[Any]
+    abandon: Callable[[], None]
+
+    def ended(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+def retain(group: Any) -> None:
+    """Keep `group` from being destroyed by anything but `destroy`, the end of the interpreter included."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def destroy(groups: list[Any]) -> None:
+    """Destroy groups whose operations have all ended, emptying the list; joins their threads."""
+    with _teardown:
+        while groups:
+            group = groups.pop()
+            if _leaver is not None:
+                continue
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+            del group
+
+
+def park(
+    groups: Iterable[Any],
+    *,
+    works: Iterable[Any] = (),
+    keep: Iterable[Any] = (),
+    abandon: Callable[[], None] = lambda: None,
+) -> None:
+    """Take over retained groups that failed; returns at once.
+
+    Args:
+        groups: Process groups that went through `retain`.
+        works: Their operations, as far as these may still be running.
+        keep: What must stay allocated until the operations have ended.
+        abandon: Called once by the reaper's thread; asks the operations to end, where a backend can.
+    """
+    global _thread
+    parked = _Parked(list(groups), list(works), list(keep), abandon)
+    with _condition:
+        _parked.append(parked)
+        if _thread is None:
+            _thread = threading.Thread(target=_reap, name="weightwire-reaper", daemon=True)
+            _thread.start()
+
+
+def parked_count() -> int:
+    """How many failed sets of groups are still parked in this process."""
+    with _condition:
+        return len(_parked)
+
+
+def wait_until_empty(deadline: Deadline) -> None:
+    """Wait until nothing is parked.
+
+    Raises:
+        DeadlineExceeded: Some operation had not ended.
+    """
+    with _condition:
+        deadline.wait_for(lambda: not _parked and _thread is None, _condition, "the reaper of failed groups")
+
+
+def settled(work: Any, seconds: float) -> bool:
+    """Wait up to `seconds` for a gloo collective to end, well or not; returns whether it has.
+
+    Only for operations whose `wait` leaves them alone when it runs out of time: gloo's collectives do, its send and
+    recv close the connection.
+    """
+    if work.is_completed():
+        return True
+    thread = threading.get_ident()
+    _inside.add(thread)
+    try:
+        if _leaver not in (None, thread):
+            time.sleep(seconds)
+            return False
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            # Either this slice is over or the operation failed, in the same words: is_completed() tells.
+            pass
+        return bool(work.is_completed())
+    finally:
+        _inside.discard(thread)
+
+
+def _reap() -> None:
+    global _thread
+    abandoned: set[int] = set()
+    while True:
+        with _condition:
+            waiting = list(_parked)
+        for parked in waiting:
+            if id(parked) not in abandoned:
+                abandoned.add(id(parked))
+                parked.abandon()
+            if parked.ended():
+                parked.works.clear()
+                destroy(parked.groups)
+                parked.keep.clear()
+                abandoned.discard(id(parked))
+                with _condition:
+                    _parked.remove(parked)
+        waiting.clear()
+        with _condition:
+            if not _parked:
+                _thread = None
+                _condition.notify_all()
+                return
+            _condition.wait(_INTERVAL)
+
+
+@atexit.register
+def _leave() -> None:
+    global _leaver
+    with _teardown:
+        _leaver = threading.get_ident()
+    until = time.monotonic() + _EXIT_SECONDS
+    while _inside - {_leaver} and time.monotonic() < until:
+        time.sleep(0.001)

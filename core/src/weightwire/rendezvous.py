@@ -1,0 +1,406 @@
+"""What the ranks of one trainer and its workers agree on, and who of them failed.
+
+Members are the trainer ranks 0..M-1 and then the workers M..M+N-1. Trainer rank 0 hosts: the others hold one TCP
+connection to it each, and its own member talks to the hub in the same thread. A process has one daemon thread for
+all of it (`loop.py`); the hub (`hub.py`) decides, members ask and wait.
+
+A member is in one of these states, and moves downwards only:
+
+    joining   hello sent, nothing answered
+    live      welcomed
+    failed    `failure` says why: told by the hub, the connection ended, silence, or this member's own `fail`
+    closed    the host ended the epoch in good order; `failure` says so too, and `closed` is true
+    left      `close` was called here; calls that wait raise `OrderError`
+
+One lock guards it. The loop's thread takes it for every frame that answers somebody; a public call encodes its
+frame, hands it to the loop and waits on the condition with a deadline. A reply that came before a failure is
+still given to who waits for it, so that what the hub decided is what every member does. When a deadline passes or
+is cancelled in an exchange, the member asks the hub to let it go: the hub has either answered already (then that
+is the result) or declares the epoch dead. Nobody acts on a vote that another one has stopped waiting for.
+
+Frames, each a JSON object with a `type`. To the hub: hello, ping, phase, post, give_up, store, forget, fail, bye.
+From it: welcome, refused, ping, reply, failed, closed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from weightwire.deadline import Deadline
+from weightwire.errors import (
+    MessageError,
+    PayloadTooLarge,
+    PeerLost,
+    PeerStalled,
+    WeightwireError,
+    describe,
+    error_from_json,
+)
+from weightwire.exchange import JSON, Outcome, RankError, member_label
+from weightwire.frames import Frame, decode, encode
+from weightwire.hub import Hub
+from weightwire.loop import Connection, Loop
+from weightwire.mailbox import Mailbox
+from weightwire.reception import PROTOCOL, SILENT_TICKS, Reception, is_stalled, listen
+
+if TYPE_CHECKING:
+    from weightwire.store import RendezvousStore
+
+__all__ = ["JSON", "Outcome", "RankError", "Rendezvous"]
+
+SECRET_BYTES: Final = 16
+
+_PARTING_SECONDS: Final = 0.5
+_FAIL_SECONDS: Final = 0.2
+_CONNECT_POLL_SECONDS: Final = 0.01
+_WRONG_ADDRESS: Final = "check master_address and master_port"
+
+
+class Rendezvous:
+    """One member's end of an epoch. Made by `host` or `join`; every method may be called from any thread.
+
+    Attributes:
+        rank: Member rank.
+        trainers: Number of trainer ranks.
+        workers: Number of workers.
+        address: Where the hub listens.
+        port: Its port.
+    """
+
+    def __init__(self, *, rank: int, address: str, port: int) -> None:
+        self.rank = rank
+        self.trainers = 0
+        self.workers = 0
+        self.address = address
+        self.port = port
+        self._process = os.getpid()
+        self._mailbox = Mailbox(self._post)
+        self._numbers = count()
+        self._phase = "join"
+        self._host_pid = 0
+        self._peer_timeout = 0.0
+        self._loop = Loop(f"weightwire-rendezvous-{rank}", broken=self._broken)
+        self._hub: Hub | None = None
+        self._reception: Reception | None = None
+        self._connection: Connection | None = None
+
+    @classmethod
+    def host(
+        cls,
+        *,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        listen_socket: socket.socket | None = None,
+        trainers: int,
+        workers: int,
+        secret: bytes,
+        epoch: int,
+        peer_timeout: float = 10.0,
+    ) -> Rendezvous:
+        """Open an epoch, as trainer rank 0. The port is bound and listening when this returns.
+
+        Args:
+            address: Where to listen, and nowhere else.
+            port: 0 lets the system choose.
+            listen_socket: A listening socket to use instead; owned from now on.
+            trainers: Number of trainer ranks, at least 1.
+            workers: Number of workers.
+            secret: 16 bytes that every member has to know.
+            epoch: Number of the epoch; a member of another one is refused.
+            peer_timeout: Seconds of silence after which a member counts as stalled.
+
+        Raises:
+            MessageError: An argument is out of range, or the address is not of this machine.
+            Busy: Somebody else listens there.
+        """
+        if len(secret) != SECRET_BYTES or trainers < 1 or workers < 0 or peer_timeout <= 0:
+            raise MessageError(
+                f"a rendezvous needs {SECRET_BYTES} bytes of secret ({len(secret)} given), a trainer rank ({trainers}), "
+                f"0 or more workers ({workers}) and a peer timeout over 0 s ({peer_timeout})"
+            )
+        listener = listen_socket or listen(address, port)
+        name = listener.getsockname()
+        self = cls(rank=0, address=name[0], port=name[1])
+        self._hub = Hub(trainers=trainers, workers=workers, peer_timeout=peer_timeout)
+        self._reception = Reception(self._loop, listener, self._hub, secret=secret, epoch=epoch)
+        self._hub.admit(0, os.getpid(), _OwnMember(self))
+        self._loop.start()
+        return self
+
+    @classmethod
+    def join(
+        cls,
+        *,
+        address: str,
+        port: int,
+        rank: int,
+        secret: bytes,
+        epoch: int,
+        deadline: Deadline,
+        pid: int | None = None,
+        peer_timeout: float = 10.0,
+    ) -> Rendezvous:
+        """Join the epoch that trainer rank 0 hosts.
+
+        Args:
+            address: Where it listens.
+            port: Its port.
+            rank: This process's member rank.
+            secret: 16 bytes, as given to `host`.
+            epoch: Number of the epoch.
+            deadline: Of the public call.
+            pid: Process id to report; this process's if None.
+            peer_timeout: Seconds that the host may take to answer; from then on its own peer timeout holds.
+
+        Raises:
+            Unauthorized: The secret is another.
+            HandshakeError: Another epoch or protocol, no such rank, or the rank is taken.
+            PeerLost: Nobody listens there, or the connection ended; `PeerStalled` if nothing was answered.
+            DeadlineExceeded: The deadline passed.
+            WeightwireError: The epoch has failed already, for this reason.
+        """
+        hello = {"type": "hello", "hello": secret.hex(), "rank": rank, "pid": pid or os.getpid(), "epoch": epoch}
+        sock = _connect(address, port, deadline)
+        self = cls(rank=rank, address=address, port=port)
+        self._connection = Connection(self._loop, sock, on_frame=lambda _, frame: self._receive(frame), on_end=self._lose_host)
+        self._connection.send(encode({**hello, "protocol": PROTOCOL}))
+        self._loop.later(peer_timeout, self._expect_welcome)
+        self._loop.start()
+        try:
+            self._mailbox.wait_opened(deadline, f"joining {address}:{port}")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    @property
+    def is_host(self) -> bool:
+        """Whether this is trainer rank 0."""
+        return self._hub is not None
+
+    @property
+    def failure(self) -> WeightwireError | None:
+        """Why this epoch is dead, or None while it is not. The first reason stays."""
+        return self._mailbox.failure
+
+    @property
+    def failed_rank(self) -> int | None:
+        """The member rank that `failure` is about, if it is about one."""
+        return self._mailbox.failed_rank
+
+    @property
+    def closed(self) -> bool:
+        """Whether the host ended the epoch in good order: the link is down, and nothing went wrong."""
+        return self._mailbox.closed
+
+    def label(self, rank: int | None = None) -> str:
+        """`"trainer rank 0"` or `"worker rank 1"`, for a member rank; this member's own if None."""
+        return member_label(self.rank if rank is None else rank, self.trainers)
+
+    def missing(self) -> list[str]:
+        """Labels of the members that have not joined yet; only the host knows."""
+        assert self._hub is not None, "only the host knows who has not joined"
+        return [self.label(rank) for rank in self._hub.absent]
+
+    def exchange(
+        self,
+        phase: str,
+        *,
+        deadline: Deadline,
+        agree: Mapping[str, JSON] | None = None,
+        payload: JSON = None,
+        error: WeightwireError | None = None,
+        gather: bool = False,
+    ) -> Outcome:
+        """Meet all members: returns once every one has posted to `phase`, also those that failed.
+
+        Args:
+            phase: Its name; never used twice in an epoch.
+            deadline: Of the public call.
+            agree: What has to be equal on all members that give the key.
+            payload: For those that gather.
+            error: What went wrong here.
+            gather: Whether this member wants everybody's payload.
+
+        Raises:
+            DeadlineExceeded: Not everybody came in time; says who did not. The epoch is dead for all.
+            PeerLost: A member died, stalled or left; or the trainer closed the epoch.
+            PeerFailed: A member called `fail`, or stopped waiting for this exchange.
+            WeightwireError: What the deadline was cancelled with (the epoch is dead for all), or this member's
+                own failure.
+            OrderError: `close` was called here.
+        """
+        self._phase = phase
+        post = {"type": "post", "phase": phase, "agree": dict(agree or {}), "payload": payload, "gather": gather}
+        key = f"phase {phase}"
+        try:
+            request = encode({**post, "id": key, "error": error and error.to_json()})
+        except PayloadTooLarge as too_large:
+            error = error or PayloadTooLarge(f"{phase}: {too_large.message}", rank=self.label())
+            request = encode({**post, "id": key, "agree": {}, "payload": None, "error": error.to_json()})
+        regret = {"type": "give_up", "id": key, "phase": phase}
+        what = f"exchange {phase!r}"
+        reply = self._mailbox.ask(key, request, regret=regret, deadline=deadline, what=what)
+        return Outcome.from_frame(reply, phase=phase, trainers=self.trainers, own=error)
+
+    def fail(self, error: WeightwireError) -> None:
+        """Declare the epoch dead: everybody who waits raises `error` in its own words, with this member's name.
+
+        Returns once the words are on their way, in 0.2 s at the latest. Does nothing if the epoch is dead.
+        """
+        if self._mailbox.die(error, rank=self.rank):
+            sent = threading.Event()
+            frame = encode({"type": "fail", "error": error.to_json()})
+            if self._loop.call(lambda: (self._send(frame), sent.set())):
+                sent.wait(_FAIL_SECONDS)
+
+    def watch(self, deadline: Deadline) -> AbstractContextManager[None]:
+        """While the block runs, a failure of this epoch cancels `deadline`; one that was before, at once."""
+        return self._mailbox.watch(deadline)
+
+    def note_phase(self, name: str) -> None:
+        """Say what this member does now, for the message that names it should it die."""
+        self._phase = name
+        self._post(encode({"type": "phase", "name": name}))
+
+    def store(self, prefix: str, deadline: Deadline, *, ranks: Sequence[int] | None = None) -> RendezvousStore:
+        """A `torch.distributed.Store` that all members share, enough for gloo and NCCL to bootstrap on.
+
+        Args:
+            prefix: Stores of one prefix share their keys.
+            deadline: Ends every wait.
+            ranks: Member ranks that use it, so that a wait can say who has not come; all if None.
+        """
+        from weightwire.store import RendezvousStore
+
+        return RendezvousStore(self._ask_store, prefix=prefix, deadline=deadline, ranks=ranks)
+
+    def close(self) -> None:
+        """Leave in good order; the host ends the epoch for all. Takes less than 1 s, and may be called again."""
+        if os.getpid() != self._process:
+            return  # a fork: the thread and the connections are the parent's
+        if self._mailbox.leave():
+            self._loop.call(self._part)
+        self._loop.join(2 * _PARTING_SECONDS)
+
+    def _ask_store(self, request: Frame, deadline: Deadline, what: str, limit: float | None) -> JSON:
+        number = next(self._numbers)
+        regret = {"type": "forget", "id": number, "prefix": request["prefix"], "ranks": request["ranks"]}
+        data = encode({"type": "store", "id": number, **request})
+        reply = self._mailbox.ask(number, data, regret=regret, deadline=deadline, what=what, limit=limit)
+        if "error" in reply:
+            raise error_from_json(reply["error"])
+        return reply["result"]
+
+    def _post(self, frame: bytes) -> None:
+        self._loop.call(lambda: self._send(frame))
+
+    # What follows runs on the loop's thread.
+
+    def _send(self, frame: bytes) -> None:
+        if self._hub is not None:
+            self._hub.receive(0, decode(frame))
+        elif self._connection is not None:
+            self._connection.send(frame)
+
+    def _receive(self, frame: Frame) -> None:
+        match frame["type"]:
+            case "welcome":
+                self.trainers, self.workers, self._host_pid = frame["trainers"], frame["workers"], frame["pid"]
+                if self._connection is not None:
+                    self._peer_timeout = frame["peer_timeout"]
+                    self._loop.every(self._peer_timeout / SILENT_TICKS, self._beat)
+                self._mailbox.open()
+            case "reply":
+                self._mailbox.put(frame["id"], frame)
+            case "failed" | "refused":
+                self._mailbox.die(error_from_json(frame["error"]), rank=frame.get("rank"))
+            case "closed":
+                self._mailbox.die(PeerLost("the trainer closed this epoch"), closed=True)
+                if self._connection is not None:
+                    self._connection.finish()
+
+    def _beat(self) -> None:
+        assert self._connection is not None
+        if is_stalled(self._connection):
+            silence = f"{self._host()} has said nothing for {self._peer_timeout:g} s, during {self._phase}"
+            self._mailbox.die(PeerStalled(f"{silence}: it is stopped, or cannot be reached"), rank=0)
+
+    def _expect_welcome(self) -> None:
+        if not self._mailbox.opened:
+            where = f"{self.address}:{self.port}"
+            self._mailbox.die(PeerStalled(f"{where} takes connections and says nothing; {_WRONG_ADDRESS}"), rank=0)
+
+    def _lose_host(self, connection: Connection, why: str) -> None:
+        if self._mailbox.opened:
+            error = PeerLost(f"{self._host()} was lost during {self._phase}: {why}")
+        else:
+            error = PeerLost(f"{self.address}:{self.port} did not let this member in: {why}; {_WRONG_ADDRESS}")
+        if not self._mailbox.left:
+            self._mailbox.die(error, rank=0)
+        self._loop.finish(0.0)
+
+    def _host(self) -> str:
+        return f"{self.label(0)} (pid {self._host_pid})"
+
+    def _part(self) -> None:
+        if self._hub is not None and self._reception is not None:
+            self._reception.close()
+            self._hub.close()
+        elif self._connection is not None:
+            self._connection.send(encode({"type": "bye"}))
+            self._connection.finish()
+        self._loop.finish(_PARTING_SECONDS)
+
+    def _broken(self, error: Exception) -> None:
+        self._mailbox.die(describe(error, rank=self.label()))
+
+
+class _OwnMember:
+    """The hub's channel to the member in its own process."""
+
+    def __init__(self, member: Rendezvous) -> None:
+        self._member = member
+
+    def send(self, frame: bytes) -> None:
+        self._member._receive(decode(frame))
+
+    def finish(self) -> None:
+        pass  # there is no connection to close
+
+
+def _connect(address: str, port: int, deadline: Deadline) -> socket.socket:
+    """A connected socket; the first of the addresses that the name stands for, and that answers.
+
+    Raises:
+        MessageError: `address` is no address.
+        PeerLost: Nobody listens there.
+        DeadlineExceeded: The deadline passed.
+    """
+    where = f"{address}:{port}"
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise MessageError(f"{where} is no address: {error}") from error
+    reason = 0
+    for family, kind, protocol, _, target in found:
+        sock = socket.socket(family, kind, protocol)
+        sock.setblocking(False)
+        try:
+            while (reason := sock.connect_ex(target)) in (errno.EINPROGRESS, errno.EALREADY):
+                deadline.check(f"connecting to {where}")
+                deadline.sleep(_CONNECT_POLL_SECONDS)
+        except BaseException:
+            sock.close()
+            raise
+        if reason in (0, errno.EISCONN):
+            return sock
+        sock.close()
+    raise PeerLost(f"cannot connect to {where} ({os.strerror(reason)}): the trainer is gone, or {_WRONG_ADDRESS}")

@@ -1,0 +1,229 @@
+"""One update of one worker rank, from the first message to commit or abort.
+
+    begin    the sink looks at names, shapes and dtypes; every rank of the fleet hears of a refusal; no byte moved yet
+    receive  the transport puts bytes into the sink
+    settle   drain, prepare, close the gate, vote; unanimous: commit; else abort
+    abort    what was staged is dropped
+
+Everything that can fail comes before the vote. A refusal that all ranks heard of (begin, vote) leaves the link up; any
+other failure takes it down, since ranks may then be out of step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+from weightwire import faults
+from weightwire.deadline import Deadline
+from weightwire.errors import UpdateRefused, WeightsTorn, WeightwireError, describe
+from weightwire.gate import Gate
+from weightwire.layout import metadata_digest
+from weightwire.link import base_error
+from weightwire.messages import WeightTransferUpdateInfo
+from weightwire.session import Revision
+from weightwire.sink import CommitReport, WeightSink
+
+if TYPE_CHECKING:
+    from weightwire.engine import WeightTransferEngine
+
+CommitPolicy = Literal["all", "per_server"]
+
+
+class Round:
+    """One update.
+
+    Args:
+        engine: The transport.
+        sink: Where the weights go.
+        gate: The readers' gate; None where nobody reads.
+        held: The revision this worker holds.
+        full_only: Whether the weights it holds can only be replaced whole.
+        commit_policy: `"all"` closes the gate before the vote, so that no two servers ever answer from different
+            weights; `"per_server"` votes first, so that a slow reader holds up only its own server.
+    """
+
+    def __init__(
+        self,
+        engine: WeightTransferEngine[Any, Any],
+        sink: WeightSink,
+        *,
+        gate: Gate | None = None,
+        held: Revision | None = None,
+        full_only: bool = False,
+        commit_policy: CommitPolicy = "all",
+    ) -> None:
+        self._engine = engine
+        self._sink = sink
+        self._gate = gate
+        self._held = held
+        self._full_only = full_only
+        self._commit_policy = commit_policy
+        self.writes_live = False
+        """Whether bytes go straight into the weights that serve, so that nobody may read."""
+        self._begun = False
+        self._in_step = True
+        self.number: int | None = None
+        self.revision: Revision | None = None
+        self.bytes = 0
+        self.seconds: dict[str, float] = {}
+
+    def receive(self, update_info: WeightTransferUpdateInfo, deadline: Deadline) -> None:
+        """Begin with the first message, then have the transport receive this one.
+
+        Raises:
+            UpdateRefused: The model does not take these weights.
+            HandshakeError: The update stands on weights this worker does not hold, or ranks disagree.
+            TransferError: The data plane failed, or another rank did.
+        """
+        with self._watched(deadline):
+            if not self._begun:
+                self._begin(update_info, deadline)
+                faults.reach("worker.begin")
+            with self._timed("receive"):
+                self._in_step = False
+                self._engine.receive_weights(update_info)
+                self._in_step = True
+            faults.reach("worker.received")
+
+    def _begin(self, update_info: WeightTransferUpdateInfo, deadline: Deadline) -> None:
+        link = self._engine.link
+        self._in_step = False
+        spec = self._engine.update_spec(update_info)
+        refusal: WeightwireError | None = None
+        try:
+            if (self._full_only or self._sink.torn) and spec.scope != "full":
+                raise UpdateRefused("the weights here are torn: only a full update makes them whole again")
+            if self._held is not None and (stale := base_error(update_info.base, self._held)):
+                raise stale
+            self._sink.begin(spec)
+        except WeightwireError as error:
+            refusal = error
+        if update_info.revision is not None:
+            self.revision = Revision.from_json(update_info.revision)
+        self.number = update_info.round
+        if link is not None and self.number is not None:
+            agree = {
+                "metadata": metadata_digest(spec.metadata),
+                "scope": spec.scope,
+                "revision": update_info.revision,
+            }
+            payload = {"revision": self._held.to_json() if self._held else None}
+            outcome = link.begin(self.number, deadline, agree=agree, error=refusal, payload=payload)
+            self._in_step = True
+            outcome.raise_failed()
+        self._in_step = True
+        if refusal is not None:
+            raise refusal
+        self._begun = True
+        self._keep_readers_out(deadline)
+        self.bytes = sum(meta.nbytes for meta in spec.metadata)
+
+    def _keep_readers_out(self, deadline: Deadline) -> None:
+        """An in-place update writes what readers read: refuse new ones and wait for the present ones."""
+        if self._sink.staging != "in_place":
+            return
+        self.writes_live = True
+        if self._gate is not None:
+            self._gate.block(lambda: WeightsTorn("an in-place update is writing the weights"))
+            with self._gate.exclusive(deadline.part(0.9, "the readers to finish")):
+                pass
+
+    def settle(self, deadline: Deadline) -> CommitReport:
+        """Commit this round if every rank of the fleet can.
+
+        Raises:
+            WeightwireError: Why nobody commits, in the words of the rank that cannot.
+        """
+        refusal = self._prepared(deadline)
+        with ExitStack() as stack, self._watched(deadline):
+            if self._commit_policy == "per_server":
+                self._vote(deadline, refusal)
+                self._close_gate(stack, deadline)
+            else:
+                if refusal is None:
+                    refusal = self._gate_refusal(stack, deadline)
+                self._vote(deadline, refusal)
+            faults.reach("worker.voted")
+            report = self._sink.commit()
+        self.seconds["commit"] = report.seconds
+        faults.reach("worker.committed")
+        return report
+
+    def _close_gate(self, stack: ExitStack, deadline: Deadline) -> None:
+        if self._gate is not None:
+            with self._timed("gate"):
+                # Readers may take nine tenths of what is left; the rest is for the vote.
+                stack.enter_context(self._gate.exclusive(deadline.part(0.9, "the readers to finish")))
+
+    def _gate_refusal(self, stack: ExitStack, deadline: Deadline) -> WeightwireError | None:
+        try:
+            self._close_gate(stack, deadline)
+        except WeightwireError as error:
+            return error
+        return None
+
+    def _prepared(self, deadline: Deadline) -> WeightwireError | None:
+        try:
+            with self._watched(deadline), self._timed("prepare"):
+                if not self._begun:
+                    raise UpdateRefused("finish_weight_update without any update_weights: nothing was received")
+                self._engine.finish_weight_update()
+                self._sink.prepare()
+        except WeightwireError as error:
+            return error
+        except (MemoryError, RuntimeError, ValueError, TypeError) as error:
+            return describe(error, transport=self._engine.backend)
+        faults.reach("worker.vote")
+        return None
+
+    def _vote(self, deadline: Deadline, refusal: WeightwireError | None) -> None:
+        link = self._engine.link
+        if link is None or self.number is None:
+            if refusal is not None:
+                raise refusal
+            return
+        with self._timed("vote"):
+            self._in_step = False
+            outcome = link.vote(self.number, deadline, error=refusal)
+            self._in_step = True
+            outcome.raise_failed()
+
+    def report(self, commit: CommitReport) -> None:
+        """Tell the trainers what this rank did; after commit."""
+        link = self._engine.link
+        if link is None or self.number is None:
+            return
+        details = {
+            "swapped": commit.swapped,
+            "copied": commit.copied,
+            "patched": commit.patched,
+            "allocated_bytes": commit.allocated_bytes,
+        }
+        link.done(self.number, {"bytes": self.bytes, "seconds": self.seconds, "details": details})
+
+    def abort(self, error: BaseException) -> None:
+        """Drop what was staged. Where ranks may be out of step the link goes down with `error`."""
+        if not self._in_step:
+            self._engine.failed(error)
+        self._sink.abort(retire=not self._in_step)
+
+    @contextmanager
+    def _watched(self, deadline: Deadline) -> Iterator[None]:
+        link = self._engine.link
+        self._engine.under(deadline)
+        try:
+            with link.watch(deadline) if link is not None else nullcontext():
+                yield
+        finally:
+            self._engine.under(None)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began

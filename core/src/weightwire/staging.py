@@ -1,0 +1,90 @@
+"""Memory that weights are received into before they become the live ones."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+from collections.abc import Iterable
+
+import torch
+
+HUGE_PAGE = 2 << 20
+"""Bytes of a huge page; storages of at least this size are placed on such pages where the machine has them."""
+
+POISON = False
+"""Fill staging with 0xA5 before it is handed out, so that bytes which never came cannot pass for weights. For tests."""
+
+
+def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage of `nbytes`, with undefined content.
+
+    On the CPU large ones lie on huge pages (private anonymous memory, `MADV_HUGEPAGE`, aligned to a page; it goes back
+    to the system with the last tensor): a copy into such memory runs at memcpy's speed, elsewhere at 0.85 of it.
+
+    Raises:
+        MemoryError: There is not enough.
+    """
+    if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+    try:
+        pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {nbytes} bytes for staging: {error}") from error
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    padding = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % HUGE_PAGE
+    return torch.frombuffer(pages, dtype=torch.uint8, offset=padding, count=nbytes).untyped_storage()
+
+
+def poison(storage: torch.UntypedStorage) -> None:
+    """Fill `storage` if `POISON` is set."""
+    if POISON:
+        storage_bytes(storage).fill_(0xA5)
+
+
+def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The whole of `storage` as a 1-D uint8 tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def view_like(tensor: torch.Tensor, storage: torch.UntypedStorage, *, offset: int | None = None) -> torch.Tensor:
+    """A tensor over `storage` with dtype, shape and strides of `tensor`, at its storage offset or at `offset`."""
+    start = tensor.storage_offset() if offset is None else offset
+    empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return empty.set_(storage, start, tensor.size(), tensor.stride())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` fills an interval of its storage: contiguous up to the order of dimensions."""
+    filled = 1
+    for size, step in sorted(zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 0:
+            return True
+        if size > 1 and step != filled:
+            return False
+        filled *= size
+    return True
+
+
+def copy_uncovered(
+    source: torch.UntypedStorage, target: torch.UntypedStorage, covered: Iterable[tuple[int, int]]
+) -> None:
+    """Copy from `source` to `target` (of equal size) every byte that lies in none of the intervals `covered`."""
+    reached = 0
+    for start, stop in sorted([*covered, (source.nbytes(), source.nbytes())]):
+        if start > reached:
+            storage_bytes(target)[reached:start].copy_(storage_bytes(source)[reached:start])
+        reached = max(reached, stop)
+
+
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors and storage objects refer to `storage` now; 0 where torch does not say (private API)."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if count is None else int(count(storage._cdata))
+
+
+def sha256(tensor: torch.Tensor) -> str:
+    """SHA-256 in hex of the bytes of `tensor` in contiguous order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    content = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()) if plain.nbytes else b""
+    return hashlib.sha256(content).hexdigest()

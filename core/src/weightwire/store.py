@@ -1,0 +1,118 @@
+"""A torch store over a Rendezvous: what gloo and NCCL need to find each other.
+
+torch's own TCPStore blocks past any timeout when its host is stopped; here every wait ends with the deadline, its
+cancellation, or the failure of a member, and says who has not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch.distributed import Store
+
+from weightwire.deadline import Deadline
+from weightwire.keyvalues import decode_value, encode_value
+
+
+class Ask(Protocol):
+    """Sends a request to the hub and waits for its result."""
+
+    def __call__(self, request: dict[str, Any], deadline: Deadline, what: str, limit: float | None) -> Any:
+        """`limit` in seconds may end the wait before the deadline does."""
+
+
+class RendezvousStore(Store):
+    """Made by `Rendezvous.store`. Keep a reference for as long as a process group that was made with it.
+
+    Values are bytes; text is taken as UTF-8. A method that waits raises what `Rendezvous.exchange` raises, except
+    that passing the deadline here does not end the epoch.
+
+    Args:
+        ask: Sends a request, waits for its result.
+        prefix: Stores of one prefix share their keys.
+        deadline: Ends every wait.
+        ranks: Member ranks that use this prefix; all if None.
+    """
+
+    def __init__(self, ask: Ask, *, prefix: str, deadline: Deadline, ranks: Sequence[int] | None) -> None:
+        super().__init__()
+        self._ask_hub = ask
+        self._prefix = prefix
+        self._deadline = deadline
+        self._ranks = None if ranks is None else list(ranks)
+
+    def _ask(
+        self,
+        operation: str,
+        keys: Sequence[str] = (),
+        values: Sequence[str | bytes] = (),
+        timeout: timedelta | None = None,
+    ) -> Any:
+        raw = [value if isinstance(value, bytes) else value.encode() for value in values]
+        request = {
+            "operation": operation,
+            "prefix": self._prefix,
+            "keys": list(keys),
+            "values": [encode_value(value) for value in raw],
+            "ranks": self._ranks,
+        }
+        what = f"{operation} of {', '.join(keys)} in the store {self._prefix!r}"
+        return self._ask_hub(request, self._deadline, what, timeout.total_seconds() if timeout else None)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set `key`, and wake who waits for it."""
+        self._ask("set", [key], [value])
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        """Set several keys in one step."""
+        self._ask("set", keys, values)
+
+    def get(self, key: str) -> bytes:
+        """The value of `key`, once it exists."""
+        return decode_value(self._ask("get", [key])[0])
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of `keys`, once all exist."""
+        return [decode_value(text) for text in self._ask("get", keys)]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all `keys` exist, for `timeout` at most."""
+        self._ask("wait", keys, timeout=timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all `keys` exist now."""
+        return bool(self._ask("check", keys))
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter that starts at 0; returns its new value."""
+        return int(self._ask("add", [key], [str(value)]))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of `key`, which starts empty."""
+        self._ask("append", [key], [value])
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Set `key` if it has the expected value, or has none and none is expected; returns what it has then."""
+        return decode_value(self._ask("compare_set", [key], [expected_value, desired_value]))
+
+    def delete_key(self, key: str) -> bool:
+        """Delete `key`; whether it existed."""
+        return bool(self._ask("delete", [key]))
+
+    def num_keys(self) -> int:
+        """How many keys the prefix has."""
+        return int(self._ask("count"))
+
+    def has_extended_api(self) -> bool:
+        """True: append, multi_get and multi_set exist."""
+        return True
+
+    def clone(self) -> RendezvousStore:
+        """This store: any number of threads may wait on it."""
+        return self
+
+    # The names by which torch's C++ looks these up in a store written in Python.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815

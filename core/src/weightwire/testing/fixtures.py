@@ -1,0 +1,55 @@
+"""Pytest fixtures over one `RankPool` per test session.
+
+A conftest.py imports them: `from weightwire.testing.fixtures import pool, ranks, strict_ranks`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from weightwire.testing.pool import Rank, RankPool
+
+BorrowRanks = Callable[[int], list[Rank]]
+"""Type of the fixture `ranks`."""
+
+
+@functools.cache
+def _session_pool() -> RankPool:
+    # Every conftest.py that imports the fixture makes a session fixture of its own: one pool serves them all.
+    pool = RankPool()
+    atexit.register(pool.close)
+    return pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> RankPool:
+    """The pool of the whole session."""
+    return _session_pool()
+
+
+def _borrowing(pool: RankPool, test: str, *, strict: bool) -> Iterator[BorrowRanks]:
+    borrowed: list[Rank] = []
+
+    def borrow(count: int) -> list[Rank]:
+        more = pool.borrow(count)
+        borrowed.extend(more)
+        return more
+
+    yield borrow
+    pool.give_back(borrowed, after=test, strict=strict)
+
+
+@pytest.fixture
+def ranks(pool: RankPool, request: pytest.FixtureRequest) -> Iterator[BorrowRanks]:
+    """`ranks(n)` lends n clean rank processes until the test ends."""
+    yield from _borrowing(pool, request.node.nodeid, strict=False)
+
+
+@pytest.fixture
+def strict_ranks(pool: RankPool, request: pytest.FixtureRequest) -> Iterator[BorrowRanks]:
+    """As `ranks`, and the test fails if it leaves threads, descriptors or running calls in them."""
+    yield from _borrowing(pool, request.node.nodeid, strict=True)

@@ -1,0 +1,410 @@
+"""The trainer's side of a transport.
+
+A transport subclasses `TrainerWeightTransferEngine` and writes `connect`, `transmit`, `disconnect` and what its
+workers are told (`worker_init_info`). What is the same for all transports is here: opening a link, agreeing that a
+round may start, the control calls beside the data plane, the vote, the report, and opening the link again once when
+it was lost between two rounds.
+
+All trainer ranks call `trainer_init` and `send_weights`; rank 0 drives the control plane.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
+
+import torch
+
+from weightwire.clients.protocol import ControlPlane, PauseMode, VLLMWeightSyncClient
+from weightwire.control_call import ControlCall
+from weightwire.deadline import Deadline
+from weightwire.errors import (
+    HandshakeError,
+    MetadataError,
+    NotInitialised,
+    TransferError,
+    Unsupported,
+    WeightwireError,
+    describe,
+)
+from weightwire.fleet import Fleet, listening_socket, senders_of, shared_secret, trainer_count, worker_count
+from weightwire.layout import ParamMeta, check_metadata, metadata_digest
+from weightwire.link import API
+from weightwire.messages import TrainerInitInfo
+from weightwire.rendezvous import Rendezvous
+from weightwire.report import ProgressCallback, TransferReport
+from weightwire.session import Revision
+from weightwire.source import WeightSource, checked
+from weightwire.trainer_round import TrainerRound
+
+TTrainerInitInfo = TypeVar("TTrainerInitInfo", bound=TrainerInitInfo)
+
+
+class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
+    """Sends a model's weights over one transport. Made by `trainer_init`.
+
+    Attributes:
+        control: The control plane, on every rank; only rank 0 calls it.
+        fleet: Who takes part, once a link is open.
+        rendezvous: The link, while there is one.
+        metadata: Every parameter, as the source declares it.
+        next_revision: The revision that the next commit makes.
+        acknowledged: The revision the workers are known to be on.
+        on_progress: Called with a `ProgressEvent` at every step of a transfer, on the calling thread.
+    """
+
+    init_info_cls: type[TTrainerInitInfo]
+    consumes: ClassVar[Literal["full", "local"]] = "full"
+    """Which mode of the source this transport reads."""
+    wire_version: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+        is_sender: bool = True,
+        rank: int = 0,
+    ) -> None:
+        self.client = client
+        self.source = source
+        self.is_sender = is_sender
+        self.rank = rank
+        self.on_progress: ProgressCallback | None = None
+        self.init_info: TTrainerInitInfo
+        self.fleet: Fleet
+        self.rendezvous: Rendezvous | None = None
+        self.metadata: tuple[ParamMeta, ...] = ()
+        self.control = ControlPlane(client)
+        self._listener: socket.socket | None = None
+        self._secret = b""
+        self._trainers = 1
+        self._senders: tuple[int, ...] = (0,)
+        self._id = secrets.token_hex(16)
+        self._epoch = -1
+        self._round = 0
+        self.next_revision = Revision(secrets.token_hex(16), 1)
+        self.acknowledged: Revision | None = None
+
+    # What a transport writes
+
+    def worker_init_info(self) -> dict[str, Any]:
+        """What the workers are initialised with, without the `weightwire` key."""
+        return {}
+
+    def link_options(self) -> dict[str, Any]:
+        """Settings the workers have to share that the reference's init info has no field for."""
+        return {}
+
+    def update_info(self) -> dict[str, Any]:
+        """What this transport adds to each round's update message."""
+        return {}
+
+    def plan_digest(self) -> str:
+        """Digest of what this transport derives from metadata; compared with the workers' before connecting."""
+        return ""
+
+    def connect(self, deadline: Deadline) -> None:
+        """Build the data plane to `self.fleet`."""
+
+    @abstractmethod
+    def transmit(self, number: int, deadline: Deadline) -> int:
+        """Send this rank's part of round `number`; returns the tensor bytes sent.
+
+        Every rank iterates `self.pairs()` to its end, also one that sends nothing, so that gathers line up.
+        """
+
+    def disconnect(self, *, error: BaseException | None = None) -> None:
+        """Take the data plane down; with `error` it has failed and must not be waited for."""
+
+    @property
+    def path(self) -> str:
+        """The way the bytes take, for the report."""
+        return self.backend
+
+    # Opening and closing a link
+
+    @property
+    def backend(self) -> str:
+        """Backend name."""
+        return self.init_info_cls.backend
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: TTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> Self:
+        """Connect to the workers behind `client` and return an engine that is ready to send.
+
+        Called on every trainer rank.
+
+        Raises:
+            MessageError: World size, ranks or secret do not add up.
+            MetadataError: No source, or one that this transport cannot read.
+            HandshakeError: The two sides expect different things.
+            PeerLost, DeadlineExceeded: A rank did not come; it is named.
+        """
+        engine = cls(client=client, source=source, is_sender=init_info.rank == 0, rank=init_info.rank)
+        engine._configure(init_info)
+        try:
+            engine._open(Deadline(init_info.timeout, what="trainer_init"))
+        except BaseException:
+            engine._close_listener()
+            raise
+        return engine
+
+    def _configure(self, info: TTrainerInitInfo) -> None:
+        self.init_info = info
+        source = self.source
+        if source is None:
+            raise MetadataError(f"backend {self.backend!r} needs a source of weights: pass source=ModuleSource(model)")
+        able = source.implements_iter_full() if self.consumes == "full" else source.implements_iter_local()
+        if not able:
+            raise MetadataError(
+                f"{type(source).__name__} does not implement iter_{self.consumes}, which backend {self.backend!r} reads"
+            )
+        self.metadata = tuple(source.metadata)
+        check_metadata(self.metadata)
+        self._trainers = trainer_count(info)
+        self._senders = senders_of(self.metadata, trainers=self._trainers)
+        self._secret = shared_secret(info, trainers=self._trainers)
+        mesh_ranks = getattr(source, "mesh_ranks", None)
+        beyond = sorted(rank for rank in (mesh_ranks() if callable(mesh_ranks) else ()) if rank >= self._trainers)
+        if beyond:
+            raise MetadataError(
+                f"the source's device mesh names rank {beyond[0]}, and there are {self._trainers} trainer ranks: "
+                "the default process group's ranks must be the trainer ranks"
+            )
+        if self.is_sender:
+            self._listener = listening_socket(info, trainers=self._trainers)
+
+    def _open(self, deadline: Deadline) -> None:
+        self._epoch += 1
+        self._round = 0
+        call: ControlCall | None = None
+        try:
+            self.rendezvous = self._join(deadline)
+            with self.rendezvous.watch(deadline):
+                if self.is_sender:
+                    payload = {**self.worker_init_info(), "weightwire": self._link_info()}
+                    call = ControlCall(
+                        lambda: self.control.initialise(payload, deadline),
+                        deadline,
+                        what="init_weight_transfer_engine",
+                    )
+                self._agree("hello", deadline, self._expectations())
+                self._agree("plan", deadline, {"plan": self.plan_digest()})
+                self.connect(deadline)
+                self._agree("connected", deadline, {})
+                if call is not None:
+                    call.result()
+        except BaseException as error:
+            if call is not None:
+                call.conclude()
+            self._take_down(error)
+            raise
+
+    def _join(self, deadline: Deadline) -> Rendezvous:
+        info = self.init_info
+        if self.is_sender:
+            assert self._listener is not None
+            workers = worker_count(info, len(self._senders), self.control.world_size())
+            self.fleet = Fleet(self._trainers, self._senders, workers)
+            return Rendezvous.host(
+                address=info.master_address,
+                listen_socket=self._listener.dup(),
+                trainers=self._trainers,
+                workers=workers,
+                secret=self._secret,
+                epoch=self._epoch,
+                peer_timeout=info.peer_timeout,
+            )
+        rendezvous = Rendezvous.join(
+            address=info.master_address,
+            port=info.master_port,
+            rank=self.rank,
+            secret=self._secret,
+            epoch=self._epoch,
+            deadline=deadline,
+        )
+        self.fleet = Fleet(self._trainers, self._senders, rendezvous.workers)
+        return rendezvous
+
+    def _link_info(self) -> dict[str, Any]:
+        assert self._listener is not None
+        info = self.init_info
+        return {
+            "api": list(API),
+            "wire": self.wire_version,
+            "backend": self.backend,
+            "trainer": self._id,
+            "epoch": self._epoch,
+            "secret": self._secret.hex(),
+            "address": info.master_address,
+            "port": self._listener.getsockname()[1],
+            "senders": list(self._senders),
+            "trainers": self._trainers,
+            "workers": self.fleet.workers,
+            "metadata": [meta.to_json() for meta in self.metadata],
+            # A link opened again is this trainer's own: nobody is taken over.
+            "takeover": info.takeover,
+            "checksum": info.checksum,
+            "options": self.link_options(),
+        }
+
+    def _expectations(self) -> dict[str, Any]:
+        return {
+            "backend": self.backend,
+            "wire": self.wire_version,
+            "metadata": metadata_digest(self.metadata),
+            "senders": list(self._senders),
+        }
+
+    def _agree(self, phase: str, deadline: Deadline, agree: dict[str, Any]) -> None:
+        assert self.rendezvous is not None
+        self.rendezvous.exchange(phase, deadline=deadline, agree=agree).raise_failed()
+
+    @property
+    def linked(self) -> bool:
+        """Whether every rank of the fleet is still there, as far as is known."""
+        link = self.rendezvous
+        return link is not None and link.failure is None and not link.closed
+
+    def _take_down(self, error: BaseException) -> None:
+        """The link is unusable: tell every rank why, and leave it."""
+        rendezvous, self.rendezvous = self.rendezvous, None
+        if rendezvous is not None:
+            rendezvous.fail(describe(error, transport=self.backend, rank=rendezvous.label()))
+        self.disconnect(error=error)
+        if rendezvous is not None:
+            rendezvous.close()
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def shutdown(self) -> None:
+        """Leave the workers, who go on serving what they have; idempotent."""
+        rendezvous, self.rendezvous = self.rendezvous, None
+        self.disconnect(error=rendezvous.failure if rendezvous is not None else None)
+        if rendezvous is not None:
+            rendezvous.close()
+        self._close_listener()
+
+    # A round
+
+    def pairs(self) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
+        """This rank's parameters in metadata order, each checked against its metadata before it is yielded.
+
+        Raises:
+            SourceMismatch: The source yields something other than it declares.
+        """
+        assert self.source is not None
+        owned = [meta for meta in self.metadata if meta.owned_by(self.rank)]
+        if self.consumes == "full":
+            return checked(self.source.iter_full(), owned)
+        return checked(self.source.iter_local(), owned, local_rank=self.rank)
+
+    def send_weights(
+        self,
+        patches: Any = None,
+        *,
+        weight_version: str | None = None,
+        pause: PauseMode | None = None,
+        timeout: float | None = None,
+    ) -> TransferReport:
+        """Bring every worker to this trainer's weights: all of them or none.
+
+        Called on every trainer rank. A link that was lost since the last round is opened again first, once.
+
+        Args:
+            patches: Only for transports that send patches.
+            weight_version: A label for people, told to the workers on commit.
+            pause: Pause the workers' readers around the update, in this mode.
+            timeout: Deadline in seconds; None means the init info's.
+
+        Raises:
+            UpdateRefused: A worker does not take these weights; nothing moved.
+            SourceMismatch: The source is not what it declared.
+            TransferError: A rank failed, died or stopped; it is named, and the workers are on their old weights.
+            DeadlineExceeded: The time is over; the workers are on their old weights.
+        """
+        if patches is not None:
+            raise Unsupported(f"backend {self.backend!r} sends whole weights, not patches")
+        seconds = self.init_info.timeout if timeout is None else timeout
+        deadline = Deadline(seconds, what="send_weights")
+        if self._listener is None and self.is_sender:
+            raise TransferError("send_weights after shutdown: make a new engine with trainer_init")
+        with self._paused(pause, deadline):
+            opened = not self.linked
+            if opened:
+                self._reopen(deadline)
+            try:
+                return self._send(weight_version, deadline, reinitialised=opened)
+            except _LinkWasLost as lost:
+                if opened:
+                    raise lost.error from lost.error.__cause__
+            self._reopen(deadline)
+            return self._send(weight_version, deadline, reinitialised=True)
+
+    @contextmanager
+    def _paused(self, mode: PauseMode | None, deadline: Deadline) -> Iterator[None]:
+        if mode is None or not self.is_sender:
+            yield
+            return
+        self.control.pause(mode, deadline)
+        try:
+            yield
+        finally:
+            self.control.resume(max(1.0, deadline.remaining()))
+
+    def _reopen(self, deadline: Deadline) -> None:
+        if self.rendezvous is not None:
+            self._take_down(self.rendezvous.failure or HandshakeError("the link is opened again"))
+        while True:
+            try:
+                return self._open(deadline)
+            except HandshakeError:
+                # Another trainer rank noticed the loss first: rank 0 may still be serving the old epoch.
+                if self.is_sender:
+                    raise
+                self._epoch -= 1
+                deadline.sleep(0.05)
+
+    def _send(self, label: str | None, deadline: Deadline, *, reinitialised: bool) -> TransferReport:
+        assert self.rendezvous is not None
+        current = TrainerRound(self, self.rendezvous, self._round, label, deadline)
+        self._round += 1
+        try:
+            with self.rendezvous.watch(deadline):
+                report = current.run(reinitialised=reinitialised)
+        except BaseException as error:
+            current.conclude()
+            lost = not current.begun and (not self.linked or isinstance(error, NotInitialised))
+            if not current.refused:
+                self._take_down(error)
+                if self.is_sender:
+                    # Fire and forget: a server that stopped must not hold up the error.
+                    ControlCall(lambda: self.control.abort(5.0), deadline, what="abort_weight_update").conclude()
+            if lost and isinstance(error, WeightwireError):
+                raise _LinkWasLost(error) from error
+            raise
+        self.acknowledged = Revision.from_json(report.revision)
+        self.next_revision = Revision(self.next_revision.lineage, self.next_revision.number + 1)
+        return report
+
+
+class _LinkWasLost(Exception):
+    """The link turned out to be lost before the round began, so that nothing moved and it may be opened again."""
+
+    def __init__(self, error: WeightwireError) -> None:
+        super().__init__(str(error))
+        self.error = error

@@ -1,0 +1,3 @@
+from weightwire.testing.fixtures import pool, ranks, strict_ranks
+
+__all__ = ["pool", "ranks", "strict_ranks"]

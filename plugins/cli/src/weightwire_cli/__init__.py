@@ -1,0 +1,1 @@
+"""Commands that core's `weightwire` script finds through the entry-point group `weightwire.commands`."""

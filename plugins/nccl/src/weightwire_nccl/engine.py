@@ -1,0 +1,200 @@
+"""The worker's side: receives every chunk of the plan, large parameters straight into their staged storage."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from weightwire.collective import Handle, TorchCommunicator
+from weightwire.deadline import Deadline
+from weightwire.engine import WeightTransferEngine
+from weightwire.errors import Unsupported
+from weightwire.fleet import Fleet
+from weightwire.layout import ParamMeta
+from weightwire.link import Link
+from weightwire.packing import BufferRing, Chunk, Slot, plan_chunks, plan_digest
+from weightwire.source import as_bytes
+
+from weightwire_nccl.checksum import ChunkChecksums
+from weightwire_nccl.messages import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """A chunk on its way: where it lands, and what has to be done once it is here."""
+
+    place: int
+    handle: Handle
+    buffer: torch.Tensor
+    slot: Slot | None = None
+    tensor: torch.Tensor | None = None
+
+
+class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo]):
+    """Receives dense weights from one or more trainer ranks."""
+
+    init_info_cls = NCCLWeightTransferInitInfo
+    update_info_cls = NCCLWeightTransferUpdateInfo
+
+    _communicator: TorchCommunicator | None = None
+    _ring: BufferRing | None = None
+    _init_info: NCCLWeightTransferInitInfo | None = None
+
+    def connect(self, init_info: NCCLWeightTransferInitInfo, deadline: Deadline) -> None:
+        """Join the group of senders and workers.
+
+        Raises:
+            Unsupported: The trainer is a stock vLLM one, which needs NCCL.
+        """
+        link = self.link
+        if link is None:
+            raise Unsupported(
+                "the init_info has no key 'weightwire', so it comes from a stock vLLM trainer, and that needs NCCL on "
+                "both sides; use weightwire's trainer engine",
+                transport=self.backend,
+            )
+        info = link.info
+        fleet = Fleet(info.trainers, tuple(info.senders), info.workers)
+        self._communicator = TorchCommunicator(
+            link.rendezvous.store(f"nccl-{info.epoch}", deadline),
+            rank=init_info.rank_offset + self.worker_index,
+            world_size=init_info.world_size,
+            labels=fleet.labels(),
+            device=self.device,
+            deadline=deadline,
+            hostname=link.rendezvous.local_address,
+            stall_limit=float(info.options.get("stall_limit", 5.0)),
+            piece_bytes=init_info.packed_buffer_size_bytes,
+            window=init_info.packed_num_buffers,
+            collective=bool(info.options.get("collective", False)),
+        )
+        self._ring = BufferRing(init_info.packed_num_buffers, init_info.packed_buffer_size_bytes, device=self.device)
+        self._init_info = init_info
+
+    def plan_digest(self, init_info: NCCLWeightTransferInitInfo) -> str:
+        """Digest of the chunks that metadata and buffer size lead to."""
+        return plan_digest(self._plan(self._require_link().metadata, init_info))
+
+    def _require_link(self) -> Link:
+        if self.link is None:
+            raise self.not_initialised()
+        return self.link
+
+    def _plan(self, metadata: Sequence[ParamMeta], init_info: NCCLWeightTransferInitInfo) -> list[Chunk]:
+        return plan_chunks(metadata, buffer_bytes=init_info.packed_buffer_size_bytes, packed=init_info.packed)
+
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        """Receive every chunk of the round into the sink.
+
+        Raises:
+            TransferError: Not initialised.
+            PeerLost: A sender died or stopped.
+        """
+        if self._communicator is None or self._init_info is None:
+            raise self.not_initialised()
+        metadata = self.update_metadata(update_info)
+        _Reception(self, self._communicator, metadata, self._plan(metadata, self._init_info)).run(update_info.round)
+
+    def disconnect(self, *, error: BaseException | None = None) -> None:
+        """Leave the group; one that failed is parked until its threads have ended."""
+        communicator, self._communicator = self._communicator, None
+        ring, self._ring = self._ring, None
+        if communicator is None:
+            return
+        if error is not None or communicator.failed:
+            communicator.retire([ring, self.sink])
+        else:
+            communicator.close(Deadline(5.0, what="the group to close"))
+
+
+class _Reception:
+    """The chunks of one round, received in the order of the plan with several on their way."""
+
+    def __init__(
+        self,
+        engine: NCCLWeightTransferEngine,
+        communicator: TorchCommunicator,
+        metadata: Sequence[ParamMeta],
+        chunks: Sequence[Chunk],
+    ) -> None:
+        ring, link = engine._ring, engine.link
+        assert ring is not None and link is not None
+        self._sink = engine.sink
+        self._ring = ring
+        self._link = link
+        self._communicator = communicator
+        self._metadata = metadata
+        self._chunks = chunks
+        self._deadline = engine.deadline
+        self._device = engine.device
+        names = [meta.name for meta in metadata]
+        self._targets = self._sink.targets(names) if "targets" in self._sink.capabilities else {}
+        self._arriving: deque[_Arriving] = deque()
+        self._loose_bytes = 0
+        self._checksums = ChunkChecksums(enabled=link.info.checksum)
+
+    def run(self, number: int | None) -> None:
+        self._communicator.begin_round()
+        for place, chunk in enumerate(self._chunks):
+            self._post(place, chunk)
+        while self._arriving:
+            self._take()
+        if self._link.info.checksum:
+            self._compare(number)
+
+    def _post(self, place: int, chunk: Chunk) -> None:
+        source = self._link.info.senders.index(chunk.sender)
+        slot = tensor = None
+        if chunk.packed:
+            while (slot := self._ring.try_acquire()) is None:
+                self._take()
+            buffer = slot.buffer[: chunk.nbytes]
+        else:
+            tensor = self._landing(self._metadata[chunk.items[0].index])
+            buffer = as_bytes(tensor)
+        handle = self._communicator.receive(buffer, source, deadline=self._deadline)
+        self._arriving.append(_Arriving(place, handle, buffer, slot, tensor))
+
+    def _landing(self, meta: ParamMeta) -> torch.Tensor:
+        """Where a large parameter lands: its target, or memory of its own for a sink that has none for it."""
+        target = self._targets.get(meta.name)
+        if target is not None:
+            return target
+        # At most one ring's worth of such memory is on its way at a time.
+        while self._arriving and self._loose_bytes + meta.nbytes > self._ring.nbytes:
+            self._take()
+        self._loose_bytes += meta.nbytes
+        return torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+
+    def _take(self) -> None:
+        """Wait for the oldest chunk and hand it to the sink."""
+        arrived = self._arriving.popleft()
+        arrived.handle.wait(self._deadline)
+        self._checksums.add(arrived.place, arrived.buffer)
+        chunk = self._chunks[arrived.place]
+        if arrived.slot is not None:
+            self._unpack(chunk, arrived.buffer)
+            arrived.slot.release()
+            return
+        meta = self._metadata[chunk.items[0].index]
+        if meta.name in self._targets:
+            self._sink.received([meta.name])
+            return
+        assert arrived.tensor is not None
+        self._sink.load([(meta.name, arrived.tensor)])
+        self._loose_bytes -= meta.nbytes
+
+    def _unpack(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        pairs = []
+        for item in chunk.items:
+            meta = self._metadata[item.index]
+            piece = buffer[item.offset : item.offset + item.nbytes]
+            pairs.append((meta.name, piece.view(meta.dtype).view(meta.shape)))
+        self._sink.load(pairs)
+
+    def _compare(self, number: int | None) -> None:
+        payloads = self._link.gather(f"checksum-{number}", self._deadline)
+        for rank in self._link.info.senders:
+            self._checksums.compare(payloads[rank], self._chunks, self._metadata)

@@ -1,0 +1,1 @@
+"""A worker server: the weight routes of vLLM's RL API around a PyTorch module."""
