@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from core.tests.fake_site import fake_site as fake_site
 from hypothesis import HealthCheck, settings
 
 _quiet = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)

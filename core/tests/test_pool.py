@@ -312,9 +312,7 @@ if __name__ == "__main__":
 def test_ranks_die_with_their_parent_stopped_ones_too(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(PARENT))
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=False
-    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=False)
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     end = time.monotonic() + 5

@@ -6,12 +6,8 @@ plans of sender and receiver must agree before the first call: gloo kills a proc
 
 from __future__ import annotations
 
-import threading
-import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,28 +15,27 @@ from torch import Tensor
 
 from weightwire import faults, reaper
 from weightwire.deadline import Deadline
-from weightwire.errors import OrderError, PeerLost, PeerStalled, TransferError
+from weightwire.errors import OrderError, TransferAborted
 from weightwire.liveness import GAVE_UP, LEFT, Liveness
-from weightwire.wires import GlooWire, NCCLWire, Wire
+from weightwire.traffic import Flow, Traffic
+from weightwire.wires import Wire, connect
 
-_SLICE = 0.02
 _BACKSTOP = 6.0
-_NEWS_MILLISECONDS = 200
 
 
 class Handle:
-    """Bytes on their way."""
+    """Bytes on their way; made by `Communicator.send` and `receive`."""
 
-    __slots__ = ("_communicator", "_marks")
+    __slots__ = ("_marks", "_traffic")
 
-    def __init__(self, communicator: TorchCommunicator, marks: list[tuple[_Link, int]]) -> None:
-        self._communicator = communicator
+    def __init__(self, traffic: Traffic, marks: list[tuple[Flow, int]]) -> None:
+        self._traffic = traffic
         self._marks = marks
 
     @property
     def done(self) -> bool:
         """Whether every byte has moved, so that the buffer may be used again."""
-        return all(self._communicator._advance(link) >= mark for link, mark in self._marks)
+        return all(self._traffic.advance(flow) >= mark for flow, mark in self._marks)
 
     def wait(self, deadline: Deadline) -> None:
         """Wait until every byte has moved.
@@ -51,18 +46,21 @@ class Handle:
             DeadlineExceeded: The deadline passed.
             BaseException: Whatever the deadline was cancelled with, within 100 ms.
         """
-        for link, mark in self._marks:
-            if not self._communicator._reached(link, mark, deadline):
-                raise link.failure()
+        for flow, mark in self._marks:
+            if not self._traffic.reached(flow, mark, deadline) and flow.error is not None:
+                raise flow.error
 
 
 class Communicator(ABC):
-    """Ordered, unframed transfers between the ranks of one link. Not to be used from two threads at once, but for
-    `retire`, `failed` and the handles' `done`."""
+    """Ordered, unframed transfers between the ranks of one link.
+
+    One thread transfers at a time; `retire`, `failed` and the handles' `done` may be used from any. Two ranks that
+    both send more than a window to each other before they receive wait for each other, and are told so as a stall.
+    """
 
     @abstractmethod
     def begin_round(self) -> None:
-        """A round begins (named fault points count from here)."""
+        """A round begins: the fault point `communicator.first_piece` is reached once more."""
 
     @abstractmethod
     def send(self, buffer: Tensor, to: Sequence[int], *, deadline: Deadline, keep: object = None) -> Handle:
@@ -84,7 +82,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def receive(self, buffer: Tensor, source: int, *, deadline: Deadline) -> Handle:
-        """Have the next bytes from `source` written into `buffer`; blocks while too many pieces are expected.
+        """Have the next bytes from `source` written into `buffer`; blocks while its window is full.
 
         Args:
             buffer: As in `send`, and of the same number of bytes; undefined until the handle is done.
@@ -126,22 +124,6 @@ class Communicator(ABC):
         """Whether anything failed, so that ranks may be out of step and this object is good for nothing more."""
 
 
-@dataclass(slots=True, eq=False)
-class _Link:
-    """What is under way with one peer in one direction; pieces are counted from 1 and end in order."""
-
-    peer: int
-    pending: deque[tuple[Any, Tensor, object]] = field(default_factory=deque)
-    posted: int = 0
-    ended: int = 0
-    moved: float = 0.0
-    error: TransferError | None = None
-
-    def failure(self) -> TransferError:
-        assert self.error is not None
-        return self.error
-
-
 class TorchCommunicator(Communicator):
     """Over torch's process groups: gloo for CPU, NCCL for CUDA. The default process group is not involved.
 
@@ -160,8 +142,8 @@ class TorchCommunicator(Communicator):
         piece_bytes: Buffers are cut into pieces of this size.
         window: Pieces under way to or from one peer.
         collective: Send by one broadcast to all receivers, instead of to each by itself.
-        senders: Ranks that will send, all others receive; None: everybody to everybody. Connections are made only
-            where data can flow.
+        senders: Ranks that will send, while all others receive; None: everybody to everybody. Connections are made
+            only where data can flow.
 
     Raises:
         ValueError: Numbers that do not fit.
@@ -186,90 +168,67 @@ class TorchCommunicator(Communicator):
         collective: bool = False,
         senders: Sequence[int] | None = None,
     ) -> None:
-        if not (0 <= rank < world_size == len(labels)):
+        if not 0 <= rank < world_size == len(labels):
             raise ValueError(f"rank {rank} of {world_size} with {len(labels)} labels")
         if piece_bytes < 1 or window < 1 or stall_limit <= 0:
-            raise ValueError(f"piece_bytes {piece_bytes}, window {window} and stall_limit {stall_limit} must be positive")
+            raise ValueError(
+                f"piece_bytes ({piece_bytes}), window ({window}) and stall_limit ({stall_limit}) must be positive"
+            )
         self._store = store
         self._rank = rank
-        self._labels = tuple(labels)
         self._device = torch.device(device)
-        self._stall_limit = stall_limit
         self._piece_bytes = piece_bytes
         self._window = window
         self._collective = collective
-        self._lock = threading.RLock()
-        self._error: BaseException | None = None
+        self._longest = _BACKSTOP * stall_limit
         self._closed = False
-        self._round_is_new = False
         routes = _routes(range(world_size), senders)
-        self._outgoing = {to: _Link(to) for sender, to in routes if sender == rank}
-        self._incoming = {sender: _Link(sender) for sender, to in routes if to == rank}
-        self._liveness = Liveness(
+        self._outgoing = {to: Flow(to) for sender, to in routes if sender == rank}
+        self._incoming = {sender: Flow(sender) for sender, to in routes if to == rank}
+        peers = self._outgoing.keys() | self._incoming.keys()
+        self._liveness = Liveness(store, rank=rank, peers=peers, labels=labels, hostname=hostname, deadline=deadline)
+        self._wire: Wire = connect(
             store,
             rank=rank,
-            peers=self._outgoing.keys() | self._incoming.keys(),
-            labels=self._labels,
+            routes=routes,
+            collective=collective,
+            device=self._device,
             hostname=hostname,
             deadline=deadline,
+            labels=labels,
+            liveness=self._liveness,
+            timeout=self._longest,
         )
-        try:
-            self._wire = self._connect(routes, hostname, deadline)
-        except BaseException:
-            self._liveness.close(GAVE_UP)
-            raise
+        self._traffic = Traffic(
+            [*self._outgoing.values(), *self._incoming.values()],
+            self._liveness,
+            self._wire.settled,
+            labels=labels,
+            rank=rank,
+            stall_limit=stall_limit,
+        )
         try:
             faults.reach("communicator.connected")
         except BaseException:
             self.retire()
             raise
 
-    def _connect(self, routes: list[tuple[int, int]], hostname: str, deadline: Deadline) -> Wire:
-        backstop = _BACKSTOP * self._stall_limit
-        if self._device.type == "cuda":
-            return NCCLWire(
-                self._store,
-                rank=self._rank,
-                world_size=len(self._labels),
-                collective=self._collective,
-                device=self._device,
-                timeout=backstop,
-            )
-
-        def lost(peers: Sequence[int], words: str) -> BaseException:
-            deadline.check()
-            return self._explain(peers, words)
-
-        return GlooWire(
-            self._store,
-            rank=self._rank,
-            routes=routes,
-            collective=self._collective,
-            hostname=hostname,
-            deadline=deadline,
-            lost=lost,
-        )
-
     def begin_round(self) -> None:
-        self._round_is_new = True
+        """Let the next piece that moves be the first of a round."""
+        self._traffic.round_is_new = True
 
     def send(self, buffer: Tensor, to: Sequence[int], *, deadline: Deadline, keep: object = None) -> Handle:
-        links = self._links(self._outgoing, to)
-        if self._collective and len(set(to)) != len(self._outgoing):
+        """See `Communicator.send`."""
+        flows = self._flows(self._outgoing, to)
+        if self._collective and len(to) != len(self._outgoing):
             raise ValueError(f"a collective send goes to all of {sorted(self._outgoing)}, not to {list(to)}")
-
-        def post(piece: Tensor, links: list[_Link], timeout: float) -> list[Any]:
-            return self._wire.send(piece, [link.peer for link in links], timeout)
-
-        return self._queue(buffer, links, post, deadline, keep)
+        return self._queue(buffer, flows, self._wire.send, deadline, keep)
 
     def receive(self, buffer: Tensor, source: int, *, deadline: Deadline) -> Handle:
-        def post(piece: Tensor, links: list[_Link], timeout: float) -> list[Any]:
-            return [self._wire.receive(piece, source, timeout)]
+        """See `Communicator.receive`."""
+        return self._queue(buffer, self._flows(self._incoming, [source]), self._wire.receive, deadline, None)
 
-        return self._queue(buffer, self._links(self._incoming, [source]), post, deadline, None)
-
-    def _links(self, known: dict[int, _Link], peers: Sequence[int]) -> list[_Link]:
+    def _flows(self, known: dict[int, Flow], peers: Sequence[int]) -> list[Flow]:
         if not peers or len(set(peers)) != len(peers) or not known.keys() >= set(peers):
             raise ValueError(f"rank {self._rank} has such data with ranks {sorted(known)}, not with {list(peers)}")
         return [known[peer] for peer in peers]
@@ -277,30 +236,29 @@ class TorchCommunicator(Communicator):
     def _queue(
         self,
         buffer: Tensor,
-        links: list[_Link],
-        post: Callable[[Tensor, list[_Link], float], list[Any]],
+        flows: list[Flow],
+        start: Callable[[Tensor, Sequence[int], float], Sequence[Any]],
         deadline: Deadline,
         keep: object,
     ) -> Handle:
         self._check_buffer(buffer)
-        if self._error is not None:
-            raise self._error
-        pieces = buffer.split(self._piece_bytes) if buffer.numel() else ()
-        for piece in pieces:
-            ready = [link for link in links if self._reached(link, link.posted - self._window + 1, deadline)]
-            if not ready or (self._collective and len(ready) < len(links)):
+        traffic = self._traffic
+        if traffic.error is not None:
+            raise traffic.error
+        for piece in _cut(buffer, self._piece_bytes):
+            ready = [flow for flow in flows if traffic.reached(flow, flow.posted + 1 - self._window, deadline)]
+            if not ready or (self._collective and len(ready) < len(flows)):
                 break
-            with self._lock:
-                works = post(piece, ready, min(deadline.remaining() + 1.0, _BACKSTOP * self._stall_limit))
-                for link, work in zip(ready, works, strict=True):
-                    if not link.pending:
-                        link.moved = time.monotonic()
-                    link.pending.append((work, piece, keep))
-                    link.posted += 1
-        for link in links:
-            if link.error is not None:
-                raise link.error
-        return Handle(self, [(link, link.posted) for link in links])
+            with traffic.lock:
+                if self._closed:
+                    break
+                works = start(piece, [flow.peer for flow in ready], min(deadline.remaining() + 1.0, self._longest))
+                for flow, work in zip(ready, works, strict=True):
+                    traffic.post(flow, work, piece, keep)
+        for flow in flows:
+            if (error := flow.error or traffic.error) is not None:
+                raise error
+        return Handle(traffic, [(flow, flow.posted) for flow in flows])
 
     def _check_buffer(self, buffer: Tensor) -> None:
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
@@ -309,116 +267,55 @@ class TorchCommunicator(Communicator):
                 f"and strides {buffer.stride()}: see weightwire.source.as_bytes"
             )
         if buffer.device.type != self._device.type:
-            raise ValueError(f"a buffer on {buffer.device} for a communicator of {self._device}")
-
-    def _advance(self, link: _Link) -> int:
-        """Take note of what has ended on `link`; returns the number of the last piece that ended well."""
-        first = False
-        with self._lock:
-            while link.error is None and link.pending and link.pending[0][0].is_completed():
-                try:
-                    link.pending[0][0].wait()
-                except RuntimeError as error:
-                    link.error = self._explain([link.peer], str(error))
-                    link.error.__cause__ = error
-                    break
-                link.pending.popleft()
-                link.ended += 1
-                link.moved = time.monotonic()
-                first, self._round_is_new = first or self._round_is_new, False
-        if first:
-            faults.reach("communicator.first_piece")
-        return link.ended
-
-    def _reached(self, link: _Link, mark: int, deadline: Deadline) -> bool:
-        """Wait until piece `mark` of `link` has ended well; False if its peer failed."""
-        began = time.monotonic()
-        try:
-            while self._advance(link) < mark:
-                if link.error is not None:
-                    return False
-                if self._error is not None:
-                    raise self._error
-                deadline.check(f"the transfer with {self._labels[link.peer]}")
-                oldest = link.pending[0][0]
-                if not self._wire.settled(oldest, min(_SLICE, deadline.remaining())):
-                    self._watch(link, began)
-        except BaseException as error:
-            self._error = self._error or error
-            raise
-        return True
-
-    def _watch(self, link: _Link, began: float) -> None:
-        self._liveness.poll()
-        idle = time.monotonic() - max(link.moved, began)
-        if (failure := self._liveness.failure(link.peer)) is not None:
-            link.error = failure
-        elif idle > self._stall_limit:
-            link.error = PeerStalled(
-                f"{self._labels[link.peer]} has not moved a byte for {idle:.1f} s", rank=self._labels[self._rank]
-            )
-
-    def _explain(self, peers: Sequence[int], words: str) -> TransferError:
-        """Say in our words why gloo failed: the connection that broke tells who, a little later than gloo."""
-        self._liveness.poll(_NEWS_MILLISECONDS)
-        names, where = " or ".join(self._labels[peer] for peer in peers), self._labels[self._rank]
-        for peer in peers:
-            if (failure := self._liveness.failure(peer)) is not None:
-                return failure
-        if "timed out" in words.lower() or "timeout" in words.lower():
-            return PeerStalled(f"{names} stopped moving: {words}", rank=where)
-        return PeerLost(f"the connection to {names} broke: {words}", rank=where)
+            raise ValueError(f"a buffer on {buffer.device} for a communicator on {self._device}")
 
     def flush(self, deadline: Deadline) -> None:
-        if self._error is not None:
-            raise self._error
-        links = [*self._outgoing.values(), *self._incoming.values()]
-        for link in links:
-            self._reached(link, link.posted, deadline)
-        for link in links:
-            if link.error is not None:
-                raise link.error
+        """See `Communicator.flush`."""
+        traffic = self._traffic
+        for flow in traffic.flows:
+            traffic.reached(flow, flow.posted, deadline)
+        for flow in traffic.flows:
+            if (error := flow.error or traffic.error) is not None:
+                raise error
 
     def close(self, deadline: Deadline) -> None:
-        if self._closed:
-            return
-        if self.failed:
-            self.retire()
-            return
-        try:
-            self.flush(deadline)
-        except BaseException:
-            self.retire()
-            raise
-        with self._lock:
-            self._closed = True
-            self._error = OrderError("the communicator is closed")
-        self._liveness.close(LEFT)
-        reaper.destroy(self._wire.groups)
-        self._store = None
+        """See `Communicator.close`."""
+        if not self._closed and not self.failed:
+            try:
+                self.flush(deadline)
+            except BaseException:
+                self.retire()
+                raise
+            with self._traffic.lock:
+                self._closed = True
+                self._traffic.stop(OrderError("the communicator is closed"))
+            self._liveness.close(LEFT)
+            reaper.destroy(self._wire.release())
+            self._store = None
+        self.retire()
 
     def retire(self, keep: Iterable[object] = ()) -> None:
-        with self._lock:
+        """See `Communicator.retire`."""
+        with self._traffic.lock:
             if self._closed:
                 return
             self._closed = True
-            self._error = self._error or OrderError("the communicator was retired")
-            pending = [
-                item for link in (*self._outgoing.values(), *self._incoming.values()) for item in link.pending
-            ]
+            pending = self._traffic.stop(TransferAborted("the communicator was retired"))
         self._liveness.close(GAVE_UP)
+        works = [work for work, _, _ in pending]
         reaper.park(
-            self._wire.groups,
-            works=[work for work, _, _ in pending],
-            keep=[*keep, pending, self._store],
+            self._wire.release(),
+            works=works,
+            keep=[*keep, pending, self._wire, self._store],
             abandon=self._wire.abandon,
         )
+        self._store = None
 
     @property
     def failed(self) -> bool:
-        if self._closed or self._error is not None:
-            return not isinstance(self._error, OrderError)
-        return any(link.error is not None for link in (*self._outgoing.values(), *self._incoming.values()))
+        """Whether a peer was lost, a deadline passed or it was retired."""
+        error = self._traffic.error
+        return any(flow.error for flow in self._traffic.flows) or not isinstance(error, OrderError | None)
 
 
 def _routes(ranks: range, senders: Sequence[int] | None) -> list[tuple[int, int]]:
@@ -427,3 +324,7 @@ def _routes(ranks: range, senders: Sequence[int] | None) -> list[tuple[int, int]
     if not senders or len(set(senders)) != len(senders) or not set(senders) <= set(ranks):
         raise ValueError(f"senders {list(senders)} are not distinct ranks of {len(ranks)}")
     return [(sender, to) for sender in senders for to in ranks if to not in senders]
+
+
+def _cut(buffer: Tensor, piece_bytes: int) -> list[Tensor]:
+    return [buffer[start : start + piece_bytes] for start in range(0, buffer.numel(), piece_bytes)]

@@ -3,14 +3,14 @@
 A hub knows no sockets and no clock: it is told what members say and when they go, and answers through their
 channels. It lives on one thread.
 
-    member   absent -> present -> left          left: it said bye while nobody waited
-    epoch    open -> failed                     the first reason stays, and is told to everybody at once
-             open -> closed                     trainer rank 0 said bye
+    member   absent -> present -> left     left: it said bye
+    epoch    open -> failed                the first reason stays, and is told to everybody at once
+             open -> closed                trainer rank 0 said bye
 
-The epoch fails when a member says so, is lost, falls silent, leaves while others wait, or gives up waiting for an
-exchange: after that an exchange that is not yet answered never is. An exchange is answered once every member of
-the world has posted, to all of them in one step; whoever gives up is first told what was decided, because its
-answer is ahead of the failure in its channel. So an exchange may serve as the vote of a two-phase commit.
+The epoch fails when a member says so, is lost, falls silent, has left and is waited for, or gives up waiting for an
+exchange: an exchange that is not answered by then never is. It is answered once every member of the world has
+posted, to all in one step, and in each channel the answer stays ahead of a later failure. So whoever gives up hears
+whether it was decided before, and an exchange may serve as the vote of a two-phase commit.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Hub:
         self._members[rank] = Member(pid, channel)
         self.absent = tuple(other for other in self._world if other not in self._members)
         workers = len(self._world) - self._trainers
-        welcome = {"type": "welcome", "trainers": self._trainers, "workers": workers, "pid": self._members[0].pid}
-        channel.send(encode({**welcome, "peer_timeout": self.peer_timeout}))
+        welcome = {"trainers": self._trainers, "workers": workers, "pid": self._members[0].pid}
+        channel.send(encode({"type": "welcome", **welcome, "peer_timeout": self.peer_timeout}))
 
     def receive(self, rank: int, frame: Frame) -> None:
         """Act on what a member says; once the epoch has failed only its leaving counts."""
@@ -178,30 +178,32 @@ class Hub:
 
     def _leave(self, rank: int) -> None:
         member = self._members[rank]
-        self._table.forget(rank)
-        if self._exchanges or self._table.waiters:
-            waited = f"others waited for {', '.join(self._exchanges) or 'its keys'}"
-            self.fail(PeerLost(f"{self._name(rank)} left during {member.phase} while {waited}"), rank=rank)
         member.left = True
+        self._table.forget(rank)
+        self._fail_if_stranded()
         member.channel.finish()
 
-    def _missed(self) -> bool:
-        """Fail if somebody has left, because what would wait now would wait for ever."""
+    def _fail_if_stranded(self) -> None:
+        """Fail if anybody waits for a member that has left, or for an exchange that it waited for itself."""
         for rank, member in self._members.items():
-            if member.left:
-                self.fail(PeerLost(f"{self._name(rank)} has left after {member.phase}"), rank=rank)
-                return True
-        return False
+            if not member.left:
+                continue
+            posts = [(phase, posts.get(rank)) for phase, posts in self._exchanges.items()]
+            stranded = [f"exchange {phase!r}" for phase, post in posts if post is None or post["waits"]]
+            stranded += ["a key" for _ in self._table.waiters[:1]]
+            if stranded:
+                words = f"{self._name(rank)} left after {member.phase}, and others wait for {', '.join(stranded)}"
+                self.fail(PeerLost(words), rank=rank)
 
     def _post(self, rank: int, frame: Frame) -> None:
         self._members[rank].phase = phase = frame["phase"]
-        if self._missed():
-            return
         posts = self._exchanges.setdefault(phase, {})
         posts[rank] = frame
         if len(posts) == len(self._world):
             del self._exchanges[phase]
             self._answer(posts)
+        else:
+            self._fail_if_stranded()
 
     def _answer(self, posts: dict[int, Frame]) -> None:
         first = next(iter(posts.values()))
@@ -236,8 +238,7 @@ class Hub:
     def _serve(self, rank: int, request: Frame) -> None:
         for waiter, reply in self._table.serve(rank, request):
             self._tell([waiter.rank], {"type": "reply", "id": waiter.request["id"], **reply})
-        if self._table.waiters:
-            self._missed()
+        self._fail_if_stranded()
 
     def _forget(self, rank: int, frame: Frame) -> None:
         self._table.forget(rank, frame["id"])

@@ -6,6 +6,7 @@ import difflib
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightwire.errors import UpdateRefused
 from weightwire.layout import ParamMeta, dtype_name
-from weightwire.staging import is_dense
+from weightwire.staging import is_dense, sha256
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _LISTED = 3
@@ -90,6 +91,11 @@ class Entry:
     refused: str | None = None
 
     @property
+    def has_bytes(self) -> bool:
+        """Whether `local` is plain memory."""
+        return self.refused is None and (self.group is not None or self.picks is not None)
+
+    @property
     def local(self) -> torch.Tensor:
         """The live tensor to write: a DTensor's local one."""
         tensor: Any = self.tensors[0]
@@ -129,6 +135,24 @@ class Inventory:
                 for tensor in entry.tensors
             )
         )
+
+    def checksums(self) -> dict[str, str]:
+        """See `WeightSink.checksums`."""
+        entries = [entry for entry in self.entries if entry.names and entry.has_bytes]
+        return {entry.names[0]: sha256(entry.local) for entry in entries}
+
+    def zero(self) -> None:
+        """Fill every parameter with zeros."""
+        with self.writing():
+            for entry in self.entries:
+                if entry.parameter and entry.has_bytes:
+                    entry.local.zero_()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The mode in which live tensors may be written: those made in inference mode only there."""
+        with torch.inference_mode(self.inference), torch.no_grad():
+            yield
 
     def known_users(self) -> dict[int, int]:
         """References to each adopted storage that are accounted for, over all groups in it."""
@@ -192,6 +216,18 @@ def check(entry: Entry, meta: ParamMeta, *, cast: bool) -> None:
         hint = "no cast between them is allowed" if cast else "a worker with cast=True converts"
         here, there = dtype_name(tensor.dtype), dtype_name(meta.dtype)
         raise UpdateRefused(f"{name!r} is {here} here, and {there} in the update; {hint}", parameter=name)
+
+
+def check_tensor(name: str, meta: ParamMeta, tensor: torch.Tensor) -> None:
+    """Compare a tensor that came with what was announced.
+
+    Raises:
+        UpdateRefused: They differ.
+    """
+    if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
+        came = f"{tuple(tensor.shape)} {tensor.dtype}"
+        words = f"{name!r} came as {came}, and was announced as {tuple(meta.shape)} {meta.dtype}"
+        raise UpdateRefused(words, parameter=name)
 
 
 def scan(model: nn.Module, previous: Inventory | None = None) -> Inventory:
@@ -274,7 +310,7 @@ class _Scan:
         if group is None:
             group = Group(storage, adopted=adopted)
             if storage.device.type == "cpu" and storage.is_shared():
-                group.copied_because = "memory shared with other processes"
+                group.copied_because = "memory that is mapped or shared with other processes"
             self.found.groups.append(group)
             if not adopted:
                 self._by_storage[storage._cdata] = group
@@ -302,7 +338,15 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return "it is on the meta device, give the model memory first"
     if tensor.layout != torch.strided or tensor.is_quantized:
         return "it is sparse or quantised"
+    if any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "its elements share memory"
     return None
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 drop the gathered parameters it keeps, or the next forward pass uses them again."""
+    for module in fsdp_modules(model):
+        module.reshard()
 
 
 def is_dtensor(tensor: object) -> bool:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from weightwire.errors import MessageError
 from weightwire.frames import Frame
-
-_WRITES: Final = ("set", "append", "add", "compare_set")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +30,9 @@ def decode_value(text: str) -> bytes:
 
 
 class KeyValues:
-    """Every request names a `prefix`, and `keys` under it; two prefixes share nothing.
+    """Bytes by key. Every request names a `prefix`, and `keys` under it; two prefixes share nothing.
 
-    `set`, `append`, `add`, `compare_set`, `check`, `delete` and `count` are answered at once; `get` and `wait`
-    once all their keys exist.
+    `set`, `add`, `check`, `delete` and `count` are answered at once, `get` and `wait` once all their keys exist.
     """
 
     def __init__(self) -> None:
@@ -45,7 +42,7 @@ class KeyValues:
 
     def serve(self, rank: int, request: Frame) -> list[tuple[Waiter, Frame]]:
         """Take a request of `rank`; returns the requests that are answered by it, each with its reply."""
-        if request["operation"] in _WRITES:
+        if request["operation"] in ("set", "add"):
             self._writers.setdefault(request["prefix"], set()).add(rank)
         answered, parked = [], []
         for waiter in (Waiter(rank, request), *self.waiters):
@@ -59,9 +56,7 @@ class KeyValues:
     def forget(self, rank: int, number: int | None = None) -> None:
         """Drop what `rank` waits for, or one request of it."""
         self.waiters = [
-            waiter
-            for waiter in self.waiters
-            if waiter.rank != rank or number not in (None, waiter.request["id"])
+            waiter for waiter in self.waiters if waiter.rank != rank or number not in (None, waiter.request["id"])
         ]
 
     def silent(self, prefix: str, ranks: Sequence[int]) -> list[int]:
@@ -81,16 +76,12 @@ class KeyValues:
 
     def _act(self, request: Frame) -> Any:
         keys = [(request["prefix"], key) for key in request["keys"]]
-        given = [decode_value(text) for text in request["values"]]
+        values = [decode_value(text) for text in request["values"]]
         match request["operation"]:
             case "set":
-                self._values.update(zip(keys, given, strict=True))
-            case "append":
-                self._values[keys[0]] = self._values.get(keys[0], b"") + given[0]
+                self._values.update(zip(keys, values, strict=True))
             case "add":
-                return self._add(keys[0], int(given[0]))
-            case "compare_set":
-                return encode_value(self._compare_set(keys[0], *given))
+                return self._add(keys[0], int(values[0]))
             case "get":
                 return [encode_value(self._values[key]) for key in keys]
             case "check":
@@ -108,11 +99,3 @@ class KeyValues:
             raise MessageError(f"add: the value of {key[1]!r} is not a number") from None
         self._values[key] = str(total).encode()
         return total
-
-    def _compare_set(self, key: tuple[str, str], expected: bytes, desired: bytes) -> bytes:
-        """As torch's stores do: a key that does not exist matches only an empty expectation."""
-        current = self._values.get(key)
-        if current == expected or (current is None and not expected):
-            self._values[key] = desired
-            return desired
-        return expected if current is None else current

@@ -1,4 +1,4 @@
-"""Whether the peers of a communicator are alive: one plain TCP connection to each, on which nothing is said until the end.
+"""Whether the peers of a communicator are alive: a TCP connection to each, silent until the end.
 
 gloo does not notice a peer that dies in the middle of a message; the kernel closes the dead process's connection
 within a tenth of a second. Nobody waits on these connections: whoever waits for bytes calls `poll` now and then.
@@ -6,6 +6,7 @@ within a tenth of a second. Nobody waits on these connections: whoever waits for
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import select
@@ -99,11 +100,8 @@ class Liveness:
         """Say the last word and hang up; idempotent."""
         with self._lock:
             for connection in self._connections.values():
-                try:
+                with contextlib.suppress(OSError):  # a peer that has left needs no word
                     connection.send(word)
-                except OSError:
-                    # A peer that has already left needs no word.
-                    pass
                 connection.close()
             self._connections = {}
             self._by_descriptor = {}

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from weightwire.frames import MAX_FRAME, Decoder, Frame, FrameError
@@ -60,10 +61,8 @@ class Loop:
             if self._ended:
                 return False
             self._calls.append(function)
-            try:
+            with suppress(BlockingIOError):  # so many bytes are unread that it is going to wake anyway
                 self._waker.send(b"\0")
-            except BlockingIOError:
-                pass  # so many bytes are unread that it is going to wake anyway
         return True
 
     def join(self, seconds: float) -> None:
@@ -104,7 +103,7 @@ class Loop:
         try:
             while not self._over():
                 self._once()
-        except Exception as error:  # a bug of ours has to reach whoever waits
+        except Exception as error:  # noqa: BLE001  a bug of ours has to reach whoever waits
             self._broken(error)
         finally:
             with self._lock:
@@ -152,8 +151,8 @@ class Connection:
     Args:
         loop: Serves it.
         sock: Connected; owned from now on.
-        on_frame: Called with this connection and each frame received.
-        on_end: Called once with this connection and the reason in words, unless `close` ended it.
+        on_frame: Called with each frame received.
+        on_end: Called once with the reason in words, unless `close` ended it.
         limit: The longest frame accepted, in bytes.
     """
 
@@ -162,8 +161,8 @@ class Connection:
         loop: Loop,
         sock: socket.socket,
         *,
-        on_frame: Callable[[Connection, Frame], object],
-        on_end: Callable[[Connection, str], object],
+        on_frame: Callable[[Frame], object] = bool,
+        on_end: Callable[[str], object] = bool,
         limit: int = MAX_FRAME,
     ) -> None:
         sock.setblocking(False)
@@ -217,7 +216,7 @@ class Connection:
         """Close at once and tell `on_end` why."""
         if not self.closed:
             self.close()
-            self.on_end(self, why)
+            self.on_end(why)
 
     def _ready(self, events: int) -> None:
         if events & _WRITE and not self.closed:
@@ -258,7 +257,7 @@ class Connection:
         self.silent_ticks = 0
         try:
             for frame in self.decoder.feed(data):
-                self.on_frame(self, frame)
+                self.on_frame(frame)
                 if self.closed:
                     return
         except FrameError as error:

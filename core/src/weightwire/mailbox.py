@@ -139,7 +139,7 @@ class Mailbox:
                 self._post(request)
                 try:
                     deadline.wait_for(arrived, self._condition, what)
-                except BaseException as reason:
+                except BaseException as reason:  # noqa: BLE001  raised again, unless it came too late
                     return self._take_back(key, regret, reason)
                 return self._reply(key)
             finally:

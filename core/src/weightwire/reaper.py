@@ -14,6 +14,7 @@ waited for.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import threading
 import time
@@ -116,11 +117,9 @@ def settled(work: Any, seconds: float) -> bool:
         if _leaver not in (None, thread):
             time.sleep(seconds)
             return False
-        try:
+        # This slice being over and a failed operation sound the same: is_completed() tells.
+        with contextlib.suppress(RuntimeError):
             work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
-            # Either this slice is over or the operation failed, in the same words: is_completed() tells.
-            pass
         return bool(work.is_completed())
     finally:
         _inside.discard(thread)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import hmac
 import selectors
 import socket
 from functools import partial
 from typing import Final
 
-from weightwire.errors import Busy, HandshakeError, MessageError, Unauthorized, WeightwireError
+from weightwire.errors import HandshakeError, Unauthorized, WeightwireError
 from weightwire.frames import MAX_FRAME, Frame, encode
 from weightwire.hub import Hub
 from weightwire.loop import Connection, Loop
@@ -23,24 +22,8 @@ SILENT_TICKS: Final = 5
 _HELLO_BYTES: Final = 4 << 10
 _HELLO_SECONDS: Final = 2.0
 _STRANGERS: Final = 256
-_QUEUE: Final = 1024
 
 _PING: Final = encode({"type": "ping"})
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on `address` alone; port 0 lets the system choose.
-
-    Raises:
-        Busy: Somebody else listens there.
-        MessageError: This machine has no such address.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        return socket.create_server((address, port), family=family, backlog=_QUEUE)
-    except OSError as error:
-        kind = Busy if error.errno == errno.EADDRINUSE else MessageError
-        raise kind(f"cannot listen on {address}:{port}: {error}") from error
 
 
 def is_stalled(connection: Connection) -> bool:
@@ -52,6 +35,10 @@ def is_stalled(connection: Connection) -> bool:
     if not connection.backlog:
         connection.send(_PING)
     return connection.silent_ticks > SILENT_TICKS
+
+
+def _ignore(_: object) -> None:
+    """For what is said by, or of, a connection that is on its way out."""
 
 
 class Reception:
@@ -74,11 +61,12 @@ class Reception:
         loop.every(hub.peer_timeout / SILENT_TICKS, self._beat)
 
     def close(self) -> None:
-        """Take nobody in any more."""
+        """Take nobody in any more, and end the epoch in good order."""
         self._loop.unwatch(self._listener)
         self._listener.close()
         for stranger in tuple(self._strangers):
             stranger.close()
+        self._hub.close()
 
     def _open_door(self) -> None:
         if self._listener.fileno() >= 0:
@@ -96,7 +84,9 @@ class Reception:
             return
         if len(self._strangers) >= _STRANGERS:
             next(iter(self._strangers)).drop("too many strangers")
-        stranger = Connection(self._loop, sock, on_frame=self._hello, on_end=self._forget, limit=_HELLO_BYTES)
+        stranger = Connection(self._loop, sock, limit=_HELLO_BYTES)
+        stranger.on_frame = partial(self._hello, stranger)
+        stranger.on_end = partial(self._forget, stranger)
         self._strangers[stranger] = None
         self._loop.later(_HELLO_SECONDS, partial(self._expire, stranger))
 
@@ -108,33 +98,35 @@ class Reception:
             stranger.drop("it did not say who it is")
 
     def _hello(self, stranger: Connection, frame: Frame) -> None:
+        again = False
         try:
-            rank, pid = self._identify(frame)
+            rank, pid, epoch = self._identify(frame)
+            again = epoch > self._epoch and self._hub.failure is not None
+            if epoch != self._epoch:
+                raise HandshakeError(f"the member wants epoch {epoch}, and this is epoch {self._epoch}")
             self._hub.admit(rank, pid, stranger)
         except WeightwireError as error:
-            stranger.on_frame = lambda connection, frame: None
-            stranger.send(encode({"type": "refused", "error": error.to_json()}))
+            stranger.on_frame = _ignore
+            stranger.send(encode({"type": "refused", "error": error.to_json(), "again": again}))
             stranger.finish()
             return
         del self._strangers[stranger]
         self._members[rank] = stranger
         stranger.decoder.limit = MAX_FRAME
-        stranger.on_frame = lambda connection, frame: self._hub.receive(rank, frame)
-        stranger.on_end = lambda connection, why: self._hub.lose(rank, why)
+        stranger.on_frame = partial(self._hub.receive, rank)
+        stranger.on_end = partial(self._hub.lose, rank)
 
-    def _identify(self, frame: Frame) -> tuple[int, int]:
-        """Member rank and pid of a hello; the secret is looked at first, so that a stranger learns nothing."""
+    def _identify(self, frame: Frame) -> tuple[int, int, int]:
+        """Member rank, pid and epoch of a hello; the secret is looked at first, so that a stranger learns nothing."""
         offered = str(frame.get("hello")).encode(errors="replace")
         if not hmac.compare_digest(offered, self._secret):
             raise Unauthorized("the secret is not that of this trainer")
         if frame.get("protocol") != PROTOCOL:
-            raise HandshakeError(f"protocol {frame.get('protocol')} of the member, {PROTOCOL} of the trainer")
-        if frame.get("epoch") != self._epoch:
-            raise HandshakeError(f"epoch {frame.get('epoch')} of the member, {self._epoch} of the trainer")
-        rank, pid = frame.get("rank"), frame.get("pid")
-        if type(rank) is not int or type(pid) is not int:
-            raise HandshakeError(f"rank {rank!r} and pid {pid!r} have to be integers")
-        return rank, pid
+            raise HandshakeError(f"the member speaks protocol {frame.get('protocol')}, the trainer {PROTOCOL}")
+        rank, pid, epoch = frame.get("rank"), frame.get("pid"), frame.get("epoch")
+        if type(rank) is not int or type(pid) is not int or type(epoch) is not int:
+            raise HandshakeError(f"rank {rank!r}, pid {pid!r} and epoch {epoch!r} have to be integers")
+        return rank, pid, epoch
 
     def _beat(self) -> None:
         for rank, connection in self._members.items():

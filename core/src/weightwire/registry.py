@@ -91,7 +91,7 @@ class _Table:
         available = sorted(installed | set(self.loaders))
         words = f"Invalid weight transfer backend: {backend}. Available {self.label}s: {available}."
         if backend in discovery.FIRST_PARTY:
-            return f"{words} {backend!r} comes with pip install {discovery.FIRST_PARTY[backend]}."
+            return f"{words} To have it: pip install {discovery.FIRST_PARTY[backend]}."
         close = difflib.get_close_matches(backend, {*available, *discovery.FIRST_PARTY}, n=1)
         if close:
             words += f" Did you mean {close[0]!r}?"
@@ -223,14 +223,10 @@ class WeightTransferTrainerFactory:
 
         Raises:
             TypeError: Neither form was used.
-            ValueError: `backend` names another backend than `init_info` is for.
             PluginError: As `engine_class`.
         """
         backend, init_info = _init_arguments(positional, named)
         engine = engine_class("trainer", backend, init_info=init_info)
-        declared = getattr(init_info, "backend", backend)
-        if declared != backend and engine_class("trainer", declared, init_info=init_info) is not engine:
-            raise ValueError(f"backend {backend!r} was asked for with an init_info of backend {declared!r}")
         return engine.trainer_init(init_info=init_info, client=client, source=source)
 
 

@@ -2,7 +2,7 @@
 
 Members are the trainer ranks 0..M-1 and then the workers M..M+N-1. Trainer rank 0 hosts: the others hold one TCP
 connection to it each, and its own member talks to the hub in the same thread. A process has one daemon thread for
-all of it (`loop.py`); the hub (`hub.py`) decides, members ask and wait.
+all of it (`loop.py`); the hub (`hub.py`) decides, members ask and wait (`mailbox.py`).
 
 A member is in one of these states, and moves downwards only:
 
@@ -12,11 +12,10 @@ A member is in one of these states, and moves downwards only:
     closed    the host ended the epoch in good order; `failure` says so too, and `closed` is true
     left      `close` was called here; calls that wait raise `OrderError`
 
-One lock guards it. The loop's thread takes it for every frame that answers somebody; a public call encodes its
-frame, hands it to the loop and waits on the condition with a deadline. A reply that came before a failure is
-still given to who waits for it, so that what the hub decided is what every member does. When a deadline passes or
-is cancelled in an exchange, the member asks the hub to let it go: the hub has either answered already (then that
-is the result) or declares the epoch dead. Nobody acts on a vote that another one has stopped waiting for.
+A public call encodes its frame, hands it to the loop and waits. A reply that came before a failure is still given
+to who waits for it. When a deadline passes or is cancelled in an exchange, the member asks the hub to let it go:
+the hub has either answered already (then that is the result) or declares the epoch dead. So nobody acts on a vote
+that another member has stopped waiting for.
 
 Frames, each a JSON object with a `type`. To the hub: hello, ping, phase, post, give_up, store, forget, fail, bye.
 From it: welcome, refused, ping, reply, failed, closed.
@@ -24,16 +23,18 @@ From it: welcome, refused, ping, reply, failed, closed.
 
 from __future__ import annotations
 
-import errno
+import math
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from weightwire.deadline import Deadline
+from weightwire.endpoint import WRONG_ADDRESS, connect, listen
 from weightwire.errors import (
     MessageError,
     PayloadTooLarge,
@@ -48,19 +49,18 @@ from weightwire.frames import Frame, decode, encode
 from weightwire.hub import Hub
 from weightwire.loop import Connection, Loop
 from weightwire.mailbox import Mailbox
-from weightwire.reception import PROTOCOL, SILENT_TICKS, Reception, is_stalled, listen
+from weightwire.reception import PROTOCOL, SILENT_TICKS, Reception, is_stalled
 
 if TYPE_CHECKING:
     from weightwire.store import RendezvousStore
 
 __all__ = ["JSON", "Outcome", "RankError", "Rendezvous"]
 
-SECRET_BYTES: Final = 16
-
+_SECRET_BYTES: Final = 16
 _PARTING_SECONDS: Final = 0.5
 _FAIL_SECONDS: Final = 0.2
-_CONNECT_POLL_SECONDS: Final = 0.01
-_WRONG_ADDRESS: Final = "check master_address and master_port"
+_AGAIN_SECONDS: Final = 0.05
+_TRIES: Final = 3
 
 
 class Rendezvous:
@@ -72,24 +72,28 @@ class Rendezvous:
         workers: Number of workers.
         address: Where the hub listens.
         port: Its port.
+        local_address: This machine's address on the way to the hub.
     """
 
-    def __init__(self, *, rank: int, address: str, port: int) -> None:
+    def __init__(self, *, rank: int, address: str, port: int, local_address: str) -> None:
         self.rank = rank
         self.trainers = 0
         self.workers = 0
         self.address = address
         self.port = port
+        self.local_address = local_address
         self._process = os.getpid()
         self._mailbox = Mailbox(self._post)
         self._numbers = count()
         self._phase = "join"
         self._host_pid = 0
         self._peer_timeout = 0.0
+        self._tries = 0.0
         self._loop = Loop(f"weightwire-rendezvous-{rank}", broken=self._broken)
         self._hub: Hub | None = None
-        self._reception: Reception | None = None
-        self._connection: Connection | None = None
+        self._say: Callable[[bytes], object]
+        self._leave: Callable[[], object]
+        self._beat: Callable[[], object]
 
     @classmethod
     def host(
@@ -120,17 +124,19 @@ class Rendezvous:
             MessageError: An argument is out of range, or the address is not of this machine.
             Busy: Somebody else listens there.
         """
-        if len(secret) != SECRET_BYTES or trainers < 1 or workers < 0 or peer_timeout <= 0:
+        if len(secret) != _SECRET_BYTES or trainers < 1 or workers < 0 or peer_timeout <= 0:
             raise MessageError(
-                f"a rendezvous needs {SECRET_BYTES} bytes of secret ({len(secret)} given), a trainer rank ({trainers}), "
-                f"0 or more workers ({workers}) and a peer timeout over 0 s ({peer_timeout})"
+                f"a rendezvous needs {_SECRET_BYTES} bytes of secret ({len(secret)} given), a trainer rank "
+                f"({trainers}), no negative number of workers ({workers}), a positive peer timeout ({peer_timeout})"
             )
         listener = listen_socket or listen(address, port)
-        name = listener.getsockname()
-        self = cls(rank=0, address=name[0], port=name[1])
-        self._hub = Hub(trainers=trainers, workers=workers, peer_timeout=peer_timeout)
-        self._reception = Reception(self._loop, listener, self._hub, secret=secret, epoch=epoch)
-        self._hub.admit(0, os.getpid(), _OwnMember(self))
+        bound = listener.getsockname()
+        local_address = address if bound[0] in ("0.0.0.0", "::") else bound[0]
+        self = cls(rank=0, address=address, port=bound[1], local_address=local_address)
+        self._hub = hub = Hub(trainers=trainers, workers=workers, peer_timeout=peer_timeout)
+        self._say = lambda frame: hub.receive(0, decode(frame))
+        self._leave = Reception(self._loop, listener, hub, secret=secret, epoch=epoch).close
+        hub.admit(0, os.getpid(), _OwnMember(self._receive))
         self._loop.start()
         return self
 
@@ -145,9 +151,8 @@ class Rendezvous:
         epoch: int,
         deadline: Deadline,
         pid: int | None = None,
-        peer_timeout: float = 10.0,
     ) -> Rendezvous:
-        """Join the epoch that trainer rank 0 hosts.
+        """Join the epoch that trainer rank 0 hosts; waits for it while the one before is still coming down.
 
         Args:
             address: Where it listens.
@@ -157,33 +162,33 @@ class Rendezvous:
             epoch: Number of the epoch.
             deadline: Of the public call.
             pid: Process id to report; this process's if None.
-            peer_timeout: Seconds that the host may take to answer; from then on its own peer timeout holds.
 
         Raises:
             Unauthorized: The secret is another.
             HandshakeError: Another epoch or protocol, no such rank, or the rank is taken.
-            PeerLost: Nobody listens there, or the connection ended; `PeerStalled` if nothing was answered.
+            PeerLost: Nobody listens there, or the connection ended.
             DeadlineExceeded: The deadline passed.
             WeightwireError: The epoch has failed already, for this reason.
         """
-        hello = {"type": "hello", "hello": secret.hex(), "rank": rank, "pid": pid or os.getpid(), "epoch": epoch}
-        sock = _connect(address, port, deadline)
-        self = cls(rank=rank, address=address, port=port)
-        self._connection = Connection(self._loop, sock, on_frame=lambda _, frame: self._receive(frame), on_end=self._lose_host)
-        self._connection.send(encode({**hello, "protocol": PROTOCOL}))
-        self._loop.later(peer_timeout, self._expect_welcome)
-        self._loop.start()
-        try:
-            self._mailbox.wait_opened(deadline, f"joining {address}:{port}")
-        except BaseException:
-            self.close()
-            raise
+        hello = {"hello": secret.hex(), "rank": rank, "pid": pid or os.getpid(), "epoch": epoch}
+        data = encode({"type": "hello", **hello, "protocol": PROTOCOL})
+        for attempt in count(1):
+            sock = connect(address, port, deadline)
+            self = cls(rank=rank, address=address, port=port, local_address=sock.getsockname()[0])
+            try:
+                self._greet(sock, data, deadline)
+                break
+            except BaseException:
+                self.close()
+                if attempt >= self._tries:
+                    raise
+                deadline.sleep(_AGAIN_SECONDS)
         return self
 
     @property
     def is_host(self) -> bool:
         """Whether this is trainer rank 0."""
-        return self._hub is not None
+        return self.rank == 0
 
     @property
     def failure(self) -> WeightwireError | None:
@@ -226,7 +231,7 @@ class Rendezvous:
             deadline: Of the public call.
             agree: What has to be equal on all members that give the key.
             payload: For those that gather.
-            error: What went wrong here.
+            error: What went wrong here. A payload over 64 MiB becomes such an error.
             gather: Whether this member wants everybody's payload.
 
         Raises:
@@ -237,18 +242,24 @@ class Rendezvous:
                 own failure.
             OrderError: `close` was called here.
         """
-        self._phase = phase
-        post = {"type": "post", "phase": phase, "agree": dict(agree or {}), "payload": payload, "gather": gather}
-        key = f"phase {phase}"
-        try:
-            request = encode({**post, "id": key, "error": error and error.to_json()})
-        except PayloadTooLarge as too_large:
-            error = error or PayloadTooLarge(f"{phase}: {too_large.message}", rank=self.label())
-            request = encode({**post, "id": key, "agree": {}, "payload": None, "error": error.to_json()})
-        regret = {"type": "give_up", "id": key, "phase": phase}
+        content = {"agree": dict(agree or {}), "payload": payload, "gather": gather, "waits": True}
+        request, error = self._envelope(phase, error, content)
+        regret = {"type": "give_up", "id": phase, "phase": phase}
         what = f"exchange {phase!r}"
-        reply = self._mailbox.ask(key, request, regret=regret, deadline=deadline, what=what)
+        reply = self._mailbox.ask(phase, request, regret=regret, deadline=deadline, what=what)
         return Outcome.from_frame(reply, phase=phase, trainers=self.trainers, own=error)
+
+    def post(
+        self,
+        phase: str,
+        *,
+        agree: Mapping[str, JSON] | None = None,
+        payload: JSON = None,
+        error: WeightwireError | None = None,
+    ) -> None:
+        """Take part in an exchange as the others wait for it, without waiting for its outcome; see `exchange`."""
+        content = {"agree": dict(agree or {}), "payload": payload, "gather": False, "waits": False}
+        self._post(self._envelope(phase, error, content)[0])
 
     def fail(self, error: WeightwireError) -> None:
         """Declare the epoch dead: everybody who waits raises `error` in its own words, with this member's name.
@@ -257,9 +268,8 @@ class Rendezvous:
         """
         if self._mailbox.die(error, rank=self.rank):
             sent = threading.Event()
-            frame = encode({"type": "fail", "error": error.to_json()})
-            if self._loop.call(lambda: (self._send(frame), sent.set())):
-                sent.wait(_FAIL_SECONDS)
+            self._post(encode({"type": "fail", "error": error.to_json()}), sent.set)
+            sent.wait(_FAIL_SECONDS)
 
     def watch(self, deadline: Deadline) -> AbstractContextManager[None]:
         """While the block runs, a failure of this epoch cancels `deadline`; one that was before, at once."""
@@ -290,6 +300,26 @@ class Rendezvous:
             self._loop.call(self._part)
         self._loop.join(2 * _PARTING_SECONDS)
 
+    def _greet(self, sock: socket.socket, hello: bytes, deadline: Deadline) -> None:
+        connection = Connection(self._loop, sock, on_frame=self._receive, on_end=self._lose_host)
+        self._say = connection.send
+        self._leave = partial(_take_leave, connection)
+        self._beat = partial(self._expect_beat, connection)
+        connection.send(hello)
+        self._loop.start()
+        self._mailbox.wait_opened(deadline, f"joining trainer rank 0 at {self.address}:{self.port}")
+
+    def _envelope(
+        self, phase: str, error: WeightwireError | None, content: Frame
+    ) -> tuple[bytes, WeightwireError | None]:
+        self._phase = phase
+        head = {"type": "post", "id": phase, "phase": phase}
+        try:
+            return encode({**head, **content, "error": error and error.to_json()}), error
+        except PayloadTooLarge as too_large:
+            error = error or PayloadTooLarge(f"{phase}: {too_large.message}", rank=self.label())
+            return encode({**head, **content, "agree": {}, "payload": None, "error": error.to_json()}), error
+
     def _ask_store(self, request: Frame, deadline: Deadline, what: str, limit: float | None) -> JSON:
         number = next(self._numbers)
         regret = {"type": "forget", "id": number, "prefix": request["prefix"], "ranks": request["ranks"]}
@@ -299,50 +329,46 @@ class Rendezvous:
             raise error_from_json(reply["error"])
         return reply["result"]
 
-    def _post(self, frame: bytes) -> None:
-        self._loop.call(lambda: self._send(frame))
+    def _post(self, frame: bytes, sent: Callable[[], object] = bool) -> None:
+        self._loop.call(lambda: (self._say(frame), sent()))
 
     # What follows runs on the loop's thread.
-
-    def _send(self, frame: bytes) -> None:
-        if self._hub is not None:
-            self._hub.receive(0, decode(frame))
-        elif self._connection is not None:
-            self._connection.send(frame)
 
     def _receive(self, frame: Frame) -> None:
         match frame["type"]:
             case "welcome":
-                self.trainers, self.workers, self._host_pid = frame["trainers"], frame["workers"], frame["pid"]
-                if self._connection is not None:
-                    self._peer_timeout = frame["peer_timeout"]
-                    self._loop.every(self._peer_timeout / SILENT_TICKS, self._beat)
-                self._mailbox.open()
+                self._enter(frame)
             case "reply":
                 self._mailbox.put(frame["id"], frame)
-            case "failed" | "refused":
-                self._mailbox.die(error_from_json(frame["error"]), rank=frame.get("rank"))
+            case "refused":
+                self._tries = math.inf if frame["again"] else 0
+                self._mailbox.die(error_from_json(frame["error"]))
+            case "failed":
+                self._mailbox.die(error_from_json(frame["error"]), rank=frame["rank"])
             case "closed":
                 self._mailbox.die(PeerLost("the trainer closed this epoch"), closed=True)
-                if self._connection is not None:
-                    self._connection.finish()
+                if not self.is_host:
+                    self._leave()
 
-    def _beat(self) -> None:
-        assert self._connection is not None
-        if is_stalled(self._connection):
+    def _enter(self, welcome: Frame) -> None:
+        self.trainers, self.workers = welcome["trainers"], welcome["workers"]
+        self._host_pid, self._peer_timeout = welcome["pid"], welcome["peer_timeout"]
+        if not self.is_host:
+            self._loop.every(self._peer_timeout / SILENT_TICKS, self._beat)
+        self._mailbox.open()
+
+    def _expect_beat(self, connection: Connection) -> None:
+        if is_stalled(connection):
             silence = f"{self._host()} has said nothing for {self._peer_timeout:g} s, during {self._phase}"
             self._mailbox.die(PeerStalled(f"{silence}: it is stopped, or cannot be reached"), rank=0)
 
-    def _expect_welcome(self) -> None:
-        if not self._mailbox.opened:
-            where = f"{self.address}:{self.port}"
-            self._mailbox.die(PeerStalled(f"{where} takes connections and says nothing; {_WRONG_ADDRESS}"), rank=0)
-
-    def _lose_host(self, connection: Connection, why: str) -> None:
+    def _lose_host(self, why: str) -> None:
         if self._mailbox.opened:
             error = PeerLost(f"{self._host()} was lost during {self._phase}: {why}")
         else:
-            error = PeerLost(f"{self.address}:{self.port} did not let this member in: {why}; {_WRONG_ADDRESS}")
+            # A listener that changes hands between two epochs drops whoever came too early.
+            self._tries = _TRIES if self._mailbox.failure is None else self._tries
+            error = PeerLost(f"{self.address}:{self.port} did not let this member in: {why}; {WRONG_ADDRESS}")
         if not self._mailbox.left:
             self._mailbox.die(error, rank=0)
         self._loop.finish(0.0)
@@ -351,56 +377,26 @@ class Rendezvous:
         return f"{self.label(0)} (pid {self._host_pid})"
 
     def _part(self) -> None:
-        if self._hub is not None and self._reception is not None:
-            self._reception.close()
-            self._hub.close()
-        elif self._connection is not None:
-            self._connection.send(encode({"type": "bye"}))
-            self._connection.finish()
+        self._leave()
         self._loop.finish(_PARTING_SECONDS)
 
     def _broken(self, error: Exception) -> None:
         self._mailbox.die(describe(error, rank=self.label()))
 
 
+def _take_leave(connection: Connection) -> None:
+    connection.send(encode({"type": "bye"}))
+    connection.finish()
+
+
 class _OwnMember:
     """The hub's channel to the member in its own process."""
 
-    def __init__(self, member: Rendezvous) -> None:
-        self._member = member
+    def __init__(self, receive: Callable[[Frame], None]) -> None:
+        self._receive = receive
 
     def send(self, frame: bytes) -> None:
-        self._member._receive(decode(frame))
+        self._receive(decode(frame))
 
     def finish(self) -> None:
-        pass  # there is no connection to close
-
-
-def _connect(address: str, port: int, deadline: Deadline) -> socket.socket:
-    """A connected socket; the first of the addresses that the name stands for, and that answers.
-
-    Raises:
-        MessageError: `address` is no address.
-        PeerLost: Nobody listens there.
-        DeadlineExceeded: The deadline passed.
-    """
-    where = f"{address}:{port}"
-    try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise MessageError(f"{where} is no address: {error}") from error
-    reason = 0
-    for family, kind, protocol, _, target in found:
-        sock = socket.socket(family, kind, protocol)
-        sock.setblocking(False)
-        try:
-            while (reason := sock.connect_ex(target)) in (errno.EINPROGRESS, errno.EALREADY):
-                deadline.check(f"connecting to {where}")
-                deadline.sleep(_CONNECT_POLL_SECONDS)
-        except BaseException:
-            sock.close()
-            raise
-        if reason in (0, errno.EISCONN):
-            return sock
-        sock.close()
-    raise PeerLost(f"cannot connect to {where} ({os.strerror(reason)}): the trainer is gone, or {_WRONG_ADDRESS}")
+        """There is no connection to close."""

@@ -67,14 +67,15 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def copy_uncovered(
-    source: torch.UntypedStorage, target: torch.UntypedStorage, covered: Iterable[tuple[int, int]]
+    source: torch.UntypedStorage, target: torch.UntypedStorage, covered: Iterable[torch.Tensor]
 ) -> None:
-    """Copy from `source` to `target` (of equal size) every byte that lies in none of the intervals `covered`."""
-    reached = 0
-    for start, stop in sorted([*covered, (source.nbytes(), source.nbytes())]):
+    """Copy every byte of `source` to `target`, of equal size, except where dense views `covered` of `target` lie."""
+    reached, end = 0, source.nbytes()
+    starts = sorted((view.storage_offset() * view.itemsize, view.nbytes) for view in covered)
+    for start, size in (*starts, (end, 0)):
         if start > reached:
             storage_bytes(target)[reached:start].copy_(storage_bytes(source)[reached:start])
-        reached = max(reached, stop)
+        reached = max(reached, start + size)
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:

@@ -1,7 +1,7 @@
 """A torch store over a Rendezvous: what gloo and NCCL need to find each other.
 
 torch's own TCPStore blocks past any timeout when its host is stopped; here every wait ends with the deadline, its
-cancellation, or the failure of a member, and says who has not come.
+cancellation, or the failure of a member, and says who has not come. gloo (torch 2.13) calls `set`, `wait` and `get`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from weightwire.deadline import Deadline
 from weightwire.keyvalues import decode_value, encode_value
@@ -26,8 +26,8 @@ class Ask(Protocol):
 class RendezvousStore(Store):
     """Made by `Rendezvous.store`. Keep a reference for as long as a process group that was made with it.
 
-    Values are bytes; text is taken as UTF-8. A method that waits raises what `Rendezvous.exchange` raises, except
-    that passing the deadline here does not end the epoch.
+    Values are bytes; text is taken as UTF-8. A method raises what `Rendezvous.exchange` raises, except that a wait
+    which is not over in time does not end the epoch.
 
     Args:
         ask: Sends a request, waits for its result.
@@ -50,20 +50,15 @@ class RendezvousStore(Store):
         values: Sequence[str | bytes] = (),
         timeout: timedelta | None = None,
     ) -> Any:
-        raw = [value if isinstance(value, bytes) else value.encode() for value in values]
-        request = {
-            "operation": operation,
-            "prefix": self._prefix,
-            "keys": list(keys),
-            "values": [encode_value(value) for value in raw],
-            "ranks": self._ranks,
-        }
+        coded = [encode_value(value if isinstance(value, bytes) else value.encode()) for value in values]
+        request = {"operation": operation, "prefix": self._prefix, "keys": list(keys), "values": coded}
         what = f"{operation} of {', '.join(keys)} in the store {self._prefix!r}"
-        return self._ask_hub(request, self._deadline, what, timeout.total_seconds() if timeout else None)
+        limit = timeout.total_seconds() if timeout is not None else None
+        return self._ask_hub({**request, "ranks": self._ranks}, self._deadline, what, limit)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set `key`, and wake who waits for it."""
-        self._ask("set", [key], [value])
+        self.multi_set([key], [value])
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
         """Set several keys in one step."""
@@ -71,7 +66,7 @@ class RendezvousStore(Store):
 
     def get(self, key: str) -> bytes:
         """The value of `key`, once it exists."""
-        return decode_value(self._ask("get", [key])[0])
+        return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """The values of `keys`, once all exist."""
@@ -89,14 +84,6 @@ class RendezvousStore(Store):
         """Add to a counter that starts at 0; returns its new value."""
         return int(self._ask("add", [key], [str(value)]))
 
-    def append(self, key: str, value: str | bytes) -> None:
-        """Append to the value of `key`, which starts empty."""
-        self._ask("append", [key], [value])
-
-    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set `key` if it has the expected value, or has none and none is expected; returns what it has then."""
-        return decode_value(self._ask("compare_set", [key], [expected_value, desired_value]))
-
     def delete_key(self, key: str) -> bool:
         """Delete `key`; whether it existed."""
         return bool(self._ask("delete", [key]))
@@ -105,14 +92,6 @@ class RendezvousStore(Store):
         """How many keys the prefix has."""
         return int(self._ask("count"))
 
-    def has_extended_api(self) -> bool:
-        """True: append, multi_get and multi_set exist."""
-        return True
-
-    def clone(self) -> RendezvousStore:
-        """This store: any number of threads may wait on it."""
-        return self
-
     # The names by which torch's C++ looks these up in a store written in Python.
-    deleteKey = delete_key  # noqa: N815
-    getNumKeys = num_keys  # noqa: N815
+    deleteKey = delete_key
+    getNumKeys = num_keys

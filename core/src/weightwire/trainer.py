@@ -79,7 +79,6 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self.fleet: Fleet
         self.rendezvous: Rendezvous | None = None
         self.metadata: tuple[ParamMeta, ...] = ()
-        self.control = ControlPlane(client)
         self._listener: socket.socket | None = None
         self._secret = b""
         self._trainers = 1
@@ -89,6 +88,15 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self._round = 0
         self.next_revision = Revision(secrets.token_hex(16), 1)
         self.acknowledged: Revision | None = None
+
+    @property
+    def client(self) -> VLLMWeightSyncClient:
+        """The workers' control plane; set it to drive other servers from the next link on."""
+        return self.control.client
+
+    @client.setter
+    def client(self, client: VLLMWeightSyncClient) -> None:
+        self.control = ControlPlane(client)
 
     # What a transport writes
 

@@ -1,177 +1,268 @@
-"""The two backends under a communicator: what they have in common is that a piece goes out and ends some time later.
+"""The two backends under a communicator. To both, a piece is an operation that is started and ends some time later.
 
 gloo (CPU): one group of two ranks for each pair of a sender and a receiver, and a piece is a broadcast in it. That
 is as fast as gloo's send and recv (measured), numbers the pieces by itself, keeps the failure of one peer from the
 others, and its operations, unlike send and recv, can be waited for in slices without harm.
 
-NCCL (CUDA): one group; a piece is one coalesced batch of sends, so that the group's own communicator carries it.
+NCCL (CUDA): one group; a piece is one coalesced batch of sends, which the group's own communicator carries.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo
+from torch import Tensor, distributed
+from torch._C._distributed_c10d import Store
 
 from weightwire import reaper
 from weightwire.deadline import Deadline
+from weightwire.errors import TransferError, WeightwireError
+from weightwire.liveness import GAVE_UP, Liveness
+from weightwire.traffic import explain
 
-CONNECT_SECONDS = 10.0
-"""Longest wait for one gloo group to form, once its members are known to be alive, in seconds."""
-
+_CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.0002
+_STORE_SECONDS = 0.002
+
+_c10d: Any = distributed  # its stubs leave out what groups are built from
 
 
 class Wire(Protocol):
-    """A backend, connected."""
+    """A connected _c10d."""
 
-    groups: list[Any]
-    """Process groups, retained (see `weightwire.reaper`)."""
-
-    def send(self, piece: Tensor, to: Sequence[int], timeout: float) -> list[Any]:
+    def send(self, piece: Tensor, to: Sequence[int], timeout: float) -> Sequence[Any]:
         """Start sending `piece`; returns one operation for each destination, in order."""
 
-    def receive(self, piece: Tensor, source: int, timeout: float) -> Any:
-        """Start receiving `piece` from `source`; returns the operation."""
+    def receive(self, piece: Tensor, sources: Sequence[int], timeout: float) -> Sequence[Any]:
+        """Start receiving `piece` from the only source; returns the only operation."""
 
     def settled(self, work: Any, seconds: float) -> bool:
         """Wait up to `seconds` for an operation to end, well or not; returns whether it has."""
+
+    def release(self) -> list[Any]:
+        """Hand over the process groups, retained as `weightwire.reaper` says."""
 
     def abandon(self) -> None:
         """Ask all operations to end; called once, by the reaper."""
 
 
-class GlooWire:
-    """gloo groups over TCP.
+def connect(
+    store: Any,
+    *,
+    rank: int,
+    routes: Sequence[tuple[int, int]],
+    collective: bool,
+    device: torch.device,
+    hostname: str,
+    deadline: Deadline,
+    labels: Sequence[str],
+    liveness: Liveness,
+    timeout: float,
+) -> Wire:
+    """Connect to all ranks that `routes` (sender, receiver) name together with this one.
 
     Args:
-        store: A `torch.distributed.Store`, empty under `group/`.
-        rank: This process in the communicator.
-        routes: Pairs (sender, receiver) with data between them, the same on every rank.
-        collective: One group for each sender and all its receivers, instead of one for each pair.
+        store: A `torch.distributed.Store`.
+        rank: This process.
+        routes: The same on every rank.
+        collective: Send by broadcast to all receivers of a sender.
+        device: Decides the backend.
         hostname: Address to bind to.
-        deadline: By when the groups must stand.
-        lost: Called with the peers of a group that did not form and gloo's words; returns what to raise.
+        deadline: By when the connections must stand.
+        labels: Every rank in words.
+        liveness: Tells who is alive; closed if connecting fails.
+        timeout: Longest time a single operation may take once a connection stands, in seconds.
 
     Raises:
-        Exception: What `lost` returned.
+        PeerLost: A rank died or stopped while it connected.
+        DeadlineExceeded: The deadline passed.
+    """
+    try:
+        if device.type == "cuda":
+            return NCCLWire(store, rank=rank, size=len(labels), collective=collective, device=device, timeout=timeout)
+        wire = GlooWire(rank, hostname)
+        try:
+            # Every rank builds its groups in one total order, so that no two ranks wait for each other.
+            for members in _members(sorted(routes), collective):
+                if rank in members:
+                    others = [peer for peer in members if peer != rank]
+                    _join(wire, _WatchedStore(store, others, liveness, deadline), members, labels)
+        except BaseException:
+            reaper.park(wire.release(), keep=[wire])
+            raise
+        return wire
+    except BaseException:
+        liveness.close(GAVE_UP)
+        raise
+
+
+def _members(routes: Sequence[tuple[int, int]], collective: bool) -> list[tuple[int, ...]]:
+    if not collective:
+        return list(routes)
+    senders = dict.fromkeys(sender for sender, _ in routes)
+    return [(sender, *(to for source, to in routes if source == sender)) for sender in senders]
+
+
+class _WatchedStore(Store):
+    """A store whose waits, inside gloo, end with the deadline or with the death of a rank that is waited for."""
+
+    def __init__(self, store: Any, others: Sequence[int], liveness: Liveness, deadline: Deadline) -> None:
+        super().__init__()
+        self._store = store
+        self.others = others
+        self.liveness = liveness
+        self.deadline = deadline
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(key))
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=_CONNECT_SECONDS)) -> None:
+        until = time.monotonic() + timeout.total_seconds()
+        while not self._store.check(keys):
+            self.deadline.check("connecting")
+            self.liveness.poll()
+            for failure in filter(None, map(self.liveness.failure, self.others)):
+                raise failure
+            if time.monotonic() > until:
+                raise RuntimeError(f"timed out waiting for {keys}")
+            time.sleep(_STORE_SECONDS)
+
+
+def _join(wire: GlooWire, store: _WatchedStore, members: tuple[int, ...], labels: Sequence[str]) -> None:
+    try:
+        wire.join(store, members)
+    except RuntimeError as error:
+        store.deadline.check()
+        if isinstance(error, WeightwireError):
+            raise
+        where = labels[wire.rank]
+        raise explain(store.liveness, store.others, error, labels=labels, where=where) from error
+
+
+class GlooWire:
+    """gloo over TCP: for each sender, groups of which it is member 0.
+
+    Args:
+        rank: This process.
+        hostname: Address to bind to.
+
+    Raises:
+        TransferError: That cannot be done.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        *,
-        rank: int,
-        routes: Iterable[tuple[int, int]],
-        collective: bool,
-        hostname: str,
-        deadline: Deadline,
-        lost: Callable[[Sequence[int], str], BaseException],
-    ) -> None:
-        self.groups: list[Any] = []
-        self._collective = collective
-        self._by_members: dict[tuple[int, ...], Any] = {}
-        self._device = ProcessGroupGloo.create_device(hostname=hostname)
-        self._store = store
-        # Every rank builds its groups in one total order, so that no two ranks wait for each other.
-        for members in self._members(sorted(routes)):
-            if rank in members:
-                deadline.check()
-                try:
-                    self._build(members, rank, min(CONNECT_SECONDS, deadline.remaining()))
-                except RuntimeError as error:
-                    raise lost([peer for peer in members if peer != rank], str(error)) from error
-        self._rank = rank
+    def __init__(self, rank: int, hostname: str) -> None:
+        self.rank = rank
+        try:
+            self._device: Any = _c10d.ProcessGroupGloo.create_device(hostname=hostname)
+        except RuntimeError as error:
+            raise TransferError(f"cannot bind to {hostname!r}: {error}") from error
+        self._groups: list[Any] = []
+        self._stores: list[Store] = []
+        self._by_route: dict[tuple[int, int], Any] = {}
 
-    def _members(self, routes: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-        if not self._collective:
-            return list(routes)
-        senders = dict.fromkeys(sender for sender, _ in routes)
-        return [(sender, *(to for source, to in routes if source == sender)) for sender in senders]
+    def join(self, store: Store, members: tuple[int, ...]) -> None:
+        """Form the group of a sender and its receivers; waits until all are there.
 
-    def _build(self, members: tuple[int, ...], rank: int, timeout: float) -> None:
-        options = ProcessGroupGloo._Options()
+        Raises:
+            RuntimeError: gloo's; not all of them came.
+        """
+        options = _c10d.ProcessGroupGloo._Options()
         options._devices = [self._device]
-        options._timeout = timedelta(seconds=max(timeout, 0.01))
-        # Two pieces are under way at a time: one would leave the connection idle between pieces, more gain nothing.
+        options._timeout = timedelta(seconds=_CONNECT_SECONDS)
+        # With one piece under way at a time the connection idles between pieces; more than two gain nothing.
         options._threads = 2
-        store = PrefixStore("group/" + "-".join(map(str, members)), self._store)
-        group = ProcessGroupGloo(store, members.index(rank), len(members), options)
+        prefixed = _c10d.PrefixStore("group/" + "-".join(map(str, members)), store)
+        group = _c10d.ProcessGroupGloo(prefixed, members.index(self.rank), len(members), options)
         reaper.retain(group)
-        self.groups.append(group)
-        for peer in members[1:]:
-            self._by_members[members[0], peer] = group
+        self._groups.append(group)
+        self._stores.append(store)
+        self._by_route |= {(members[0], to): group for to in members[1:]}
 
-    def send(self, piece: Tensor, to: Sequence[int], timeout: float) -> list[Any]:
-        if self._collective:
-            return [self._broadcast(self._by_members[self._rank, to[0]], piece, timeout)] * len(to)
-        return [self._broadcast(self._by_members[self._rank, peer], piece, timeout) for peer in to]
+    def send(self, piece: Tensor, to: Sequence[int], timeout: float) -> Sequence[Any]:
+        """A broadcast in each destination's group, or one in the group of all."""
+        groups = [self._by_route[self.rank, peer] for peer in to]
+        if len(groups) > 1 and groups[0] is groups[1]:
+            return [self._broadcast(groups[0], piece, timeout)] * len(to)
+        return [self._broadcast(group, piece, timeout) for group in groups]
 
-    def receive(self, piece: Tensor, source: int, timeout: float) -> Any:
-        return self._broadcast(self._by_members[source, self._rank], piece, timeout)
+    def receive(self, piece: Tensor, sources: Sequence[int], timeout: float) -> Sequence[Any]:
+        """A broadcast in the source's group."""
+        (source,) = sources
+        return [self._broadcast(self._by_route[source, self.rank], piece, timeout)]
 
     def settled(self, work: Any, seconds: float) -> bool:
+        """See `weightwire.reaper.settled`."""
         return reaper.settled(work, seconds)
+
+    def release(self) -> list[Any]:
+        """Forget the groups."""
+        groups, self._groups = self._groups, []
+        self._by_route.clear()
+        self._device = None
+        return groups
 
     def abandon(self) -> None:
         """Nothing reaches an operation of gloo: it ends with its peer or with its timeout."""
 
     def _broadcast(self, group: Any, piece: Tensor, timeout: float) -> Any:
-        options = BroadcastOptions()
+        options = _c10d.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=timeout)
         return group.broadcast([piece], options)
 
 
 class NCCLWire:
-    """One NCCL group of all ranks.
+    """One NCCL group of all ranks; work is ordered after the device's current stream.
 
     Args:
-        store: A `torch.distributed.Store`, empty under `nccl/`.
-        rank: This process in the communicator.
-        world_size: Number of ranks.
+        store: A `torch.distributed.Store`.
+        rank: This process.
+        size: Number of ranks.
         collective: Send by broadcast over the whole group.
-        device: A CUDA device; pieces are on it, and work is ordered after its current stream.
+        device: A CUDA device.
         timeout: Backstop for one operation, in seconds.
     """
 
     def __init__(
-        self, store: Any, *, rank: int, world_size: int, collective: bool, device: torch.device, timeout: float
+        self, store: Any, *, rank: int, size: int, collective: bool, device: torch.device, timeout: float
     ) -> None:
-        backend: Any = torch.distributed
-        options = backend.ProcessGroupNCCL.Options()
+        options = _c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)
-        group = backend.ProcessGroupNCCL(PrefixStore("nccl", store), rank, world_size, options)
-        reaper.retain(group)
-        self.groups: list[Any] = [group]
-        self._group = group
-        self._rank = rank
+        self._group = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("group/nccl", store), rank, size, options)
+        reaper.retain(self._group)
+        self._released: list[Any] = []
+        self.rank = rank
         self._collective = collective
-        self._device = device
         # The communicator must stand before the first batch, in which not every rank takes part.
-        group.eager_connect_single_device(device)
+        self._group.eager_connect_single_device(device)
 
-    def send(self, piece: Tensor, to: Sequence[int], timeout: float) -> list[Any]:
+    def send(self, piece: Tensor, to: Sequence[int], timeout: float) -> Sequence[Any]:
+        """One coalesced batch of sends, or a broadcast."""
         if self._collective:
-            return [self._broadcast(piece, self._rank)] * len(to)
+            return [self._broadcast(piece, self.rank)] * len(to)
         self._group._start_coalescing()
         for peer in to:
             self._group.send([piece], peer, 0)
         return [self._group._end_coalescing()] * len(to)
 
-    def receive(self, piece: Tensor, source: int, timeout: float) -> Any:
+    def receive(self, piece: Tensor, sources: Sequence[int], timeout: float) -> Sequence[Any]:
+        """The counterpart of `send`."""
+        (source,) = sources
         if self._collective:
-            return self._broadcast(piece, source)
+            return [self._broadcast(piece, source)]
         self._group._start_coalescing()
         self._group.recv([piece], source, 0)
-        return self._group._end_coalescing()
+        return [self._group._end_coalescing()]
 
     def settled(self, work: Any, seconds: float) -> bool:
+        """Ask CUDA, now and then."""
         until = time.monotonic() + seconds
         while not work.is_completed():
             if time.monotonic() >= until:
@@ -179,10 +270,18 @@ class NCCLWire:
             time.sleep(_POLL_SECONDS)
         return True
 
+    def release(self) -> list[Any]:
+        """Forget the group."""
+        self._released = [self._group]
+        self._group = None
+        return self._released
+
     def abandon(self) -> None:
-        self._group.abort()
+        """Abort the group, which NCCL can."""
+        while self._released:
+            self._released.pop().abort()
 
     def _broadcast(self, piece: Tensor, source: int) -> Any:
-        options = BroadcastOptions()
+        options = _c10d.BroadcastOptions()
         options.rootRank = source
         return self._group.broadcast([piece], options)

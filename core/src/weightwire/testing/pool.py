@@ -84,11 +84,12 @@ class RankPool:
         finally:
             self.give_back(borrowed)
 
-    def borrow(self, count: int) -> list[Rank]:
-        """`count` clean ranks, `index` 0 to `count - 1`; starts what is missing."""
+    def borrow(self, count: int, *, fresh: bool = False) -> list[Rank]:
+        """`count` clean ranks, `index` 0 to `count - 1`; starts what is missing, or all of them if `fresh`."""
         with self._lock:
             idle = [rank for rank in self._idle if rank.alive]
-            borrowed, self._idle = idle[:count], idle[count:]
+            taken = 0 if fresh else count
+            borrowed, self._idle = idle[:taken], idle[taken:]
             borrowed += [Rank(self._context) for _ in range(count - len(borrowed))]
             self._lent += borrowed
         for index, rank in enumerate(borrowed):

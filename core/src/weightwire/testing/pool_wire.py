@@ -133,11 +133,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, types.FunctionType | type):
             return NotImplemented
         module = sys.modules.get(value.__module__)
-        if (
-            value.__module__ == __name__
-            or "<" in value.__qualname__
-            or getattr(module, "__file__", None) is None
-        ):
+        if value.__module__ == __name__ or "<" in value.__qualname__ or getattr(module, "__file__", None) is None:
             return NotImplemented  # by name: what carries the others, builtins, and what cannot travel at all
         return resolve, (reference_to(value),)
 

@@ -31,16 +31,11 @@ from weightwire.testing.pool_process import Rank
 from weightwire.testing.pool_wire import Reply, dump, load
 from weightwire.testing.worker_host import host_worker
 
-_GRACE_SECONDS = 5.0
-"""How much longer than the worker the client waits, so that the worker's words arrive first."""
-
 _SETTLE_SECONDS = 0.5
 """How long the other ranks may take to end once one has failed."""
 
 
-def host_workers(
-    ranks: Sequence[Rank], build: Callable[..., Any], *arguments: Any, **options: Any
-) -> RankClient:
+def host_workers(ranks: Sequence[Rank], build: Callable[..., Any], *arguments: Any, **options: Any) -> RankClient:
     """Host one server over `ranks`, one worker each, and return its client.
 
     Args:
@@ -68,14 +63,16 @@ class RankClient:
         addresses: Addresses of the hosts, by worker rank.
         labels: Their names in messages.
         timeout: Deadline of a call that names none, in seconds.
+
+    Attributes:
+        grace: How much longer than the worker it waits, in seconds, so that the worker's words arrive first.
     """
 
-    def __init__(
-        self, addresses: Sequence[str], labels: Sequence[str], *, timeout: float = DEFAULT_SECONDS
-    ) -> None:
+    def __init__(self, addresses: Sequence[str], labels: Sequence[str], *, timeout: float = DEFAULT_SECONDS) -> None:
         self.addresses = list(addresses)
         self.labels = list(labels)
         self.timeout = timeout
+        self.grace = 5.0
         self._update_id: str | None = None
         self._sequence = 0
 
@@ -170,7 +167,7 @@ class RankClient:
                     waiting[connection] = index
                 except OSError as error:
                     errors.append(self._lost(index, method, error))
-            self._collect(method, waiting, results, errors, monotonic() + seconds + _GRACE_SECONDS)
+            self._collect(method, waiting, results, errors, monotonic() + seconds + self.grace)
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"and: {other}")

@@ -69,6 +69,7 @@ class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, 
             piece_bytes=init_info.packed_buffer_size_bytes,
             window=init_info.packed_num_buffers,
             collective=bool(info.options.get("collective", False)),
+            senders=range(len(fleet.senders)),
         )
         self._ring = BufferRing(init_info.packed_num_buffers, init_info.packed_buffer_size_bytes, device=self.device)
         self._init_info = init_info
@@ -163,7 +164,7 @@ class _Reception:
         if target is not None:
             return target
         # At most one ring's worth of such memory is on its way at a time.
-        while self._arriving and self._loose_bytes + meta.nbytes > self._ring.nbytes:
+        while self._arriving and self._loose_bytes + meta.nbytes > self._ring.nbytes * self._ring.count:
             self._take()
         self._loose_bytes += meta.nbytes
         return torch.empty(meta.shape, dtype=meta.dtype, device=self._device)

@@ -88,6 +88,7 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
             piece_bytes=info.packed_buffer_size_bytes,
             window=info.packed_num_buffers,
             collective=info.collective,
+            senders=range(len(self.fleet.senders)),
         )
         self._ring = BufferRing(info.packed_num_buffers, info.packed_buffer_size_bytes, device=self._device())
 

@@ -1,0 +1,232 @@
+"""The sink of a model that loads weights itself, through a method `load_weights`."""
+
+from __future__ import annotations
+
+import copy
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightwire.errors import TransferAborted, Unsupported, UpdateRefused, WeightwireError
+from weightwire.inventory import Entry, Inventory, Views, check_tensor, reshard, scan
+from weightwire.layout import ParamMeta
+from weightwire.module_sink import refuse_frozen
+from weightwire.module_update import Plan, Rebind, check_complete
+from weightwire.sink import CommitMode, CommitReport, Staging, UpdateSpec, WeightSink
+from weightwire.staging import storage_users
+
+
+class LoaderSink(WeightSink):
+    """The sink of an object with `load_weights(pairs)`, called once for each `load`.
+
+    Names and shapes are those the loader takes, so `begin` can refuse nothing but repeated names; the loader says the
+    rest. It loads into a twin of the model, brought up to date first, and commit exchanges the storages of the two:
+    parameters, persistent buffers, and what shares storage with them.
+
+    Attributes:
+        reason: Why it is in_place although staged was asked for; None if it is not.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        staging: Staging = "staged",
+        strict: bool = True,
+        cast: bool = False,
+        commit: CommitMode = "swap",
+    ) -> None:
+        super().__init__(staging=staging, strict=strict, cast=cast, commit=commit)
+        self._model = weakref.ref(model)
+        self._twin: Any = None
+        self.reason: str | None = None
+        if staging == "staged":
+            self._twin, self.reason = _make_twin(model)
+            self.staging = "in_place" if self._twin is None else "staged"
+        self._expected: dict[str, ParamMeta] | None = None
+        self._came: set[str] = set()
+        self._last: str | None = None
+        self._full = False
+        self._twins: dict[Entry, Entry] = {}
+        self._plan: Plan | None = None
+
+    def begin(self, spec: UpdateSpec) -> None:
+        """See `WeightSink.begin`."""
+        assert self._expected is None, "the previous update was neither committed nor aborted"
+        expected: dict[str, ParamMeta] = {}
+        for meta in spec.metadata:
+            if expected.setdefault(meta.name, meta) is not meta:
+                raise UpdateRefused(f"{meta.name!r} occurs twice in the update", parameter=meta.name)
+        model = self._live_model()
+        refuse_frozen(model)
+        if self._twin is not None:
+            self._bring_twin_up_to_date(model)
+        self._expected, self._came, self._full = expected, set(), spec.scope == "full"
+
+    def _bring_twin_up_to_date(self, model: nn.Module) -> None:
+        """What the loader leaves alone must be what is live now, since commit exchanges everything."""
+        live = scan(model)
+        try:
+            twins = _paired(live, scan(self._twin))
+        except UpdateRefused:  # an earlier load has rebuilt the twin
+            twin, reason = _make_twin(model)
+            if twin is None:
+                raise UpdateRefused(f"the model has no twin to load into any more: {reason}") from None
+            self._twin, twins = twin, {}
+        with live.writing():
+            for here, there in twins.items():
+                there.local.copy_(here.local)
+
+    def _live_model(self) -> Any:
+        model = self._model()
+        assert model is not None, "a sink is used while its model lives"
+        return model
+
+    def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `WeightSink.load`. What `load_weights` raises becomes an `UpdateRefused` in its words."""
+        assert self._expected is not None and self._plan is None, "load lies between begin and prepare"
+        if self._twin is None:
+            self._write_live()
+        loader = self._live_model() if self._twin is None else self._twin
+        self._last = None
+        try:
+            with torch.no_grad():
+                loader.load_weights(self._checked(pairs, self._expected))
+        except WeightwireError:
+            raise
+        except Exception as error:
+            where = f" at {self._last!r}" if self._last is not None else ""
+            words = f"load_weights of {type(loader).__name__} raised{where}: {type(error).__name__}: {error}"
+            raise UpdateRefused(words, parameter=self._last) from error
+
+    def _checked(
+        self, pairs: Iterable[tuple[str, torch.Tensor]], expected: dict[str, ParamMeta]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in pairs:
+            if self._expected is not expected:
+                raise TransferAborted("the update was aborted while weights were being loaded")
+            if name not in expected:
+                raise UpdateRefused(f"{name!r} is not in this update", parameter=name)
+            if name in self._came:
+                raise UpdateRefused(f"{name!r} came twice in one update", parameter=name)
+            check_tensor(name, expected[name], tensor)
+            self._last = name
+            self._came.add(name)
+            yield name, tensor
+
+    def prepare(self) -> None:
+        """See `WeightSink.prepare`."""
+        assert self._expected is not None and self._plan is None, "prepare follows begin"
+        check_complete(self._expected, self._came)
+        self._plan = Plan() if self._twin is None else self._exchange()
+
+    def _exchange(self) -> Plan:
+        """A plan that rebinds the live model to the storages of its twin."""
+        plan, live = Plan(), scan(self._live_model())
+        self._twins = _paired(live, scan(self._twin))
+        always_copied = "commit='copy'" if self.options["commit"] == "copy" else None
+        for group in live.groups:
+            entries = [entry for entry in group.entries if entry in self._twins]
+            reason = group.copied_because or always_copied
+            if reason is not None:
+                plan.copies += [(entry, self._twins[entry].local, reason) for entry in entries]
+            elif entries:
+                tensors = [self._twins[entry].tensors[0].data for entry in group.entries]
+                views = Views(tensors[0].untyped_storage(), tensors, ours=False)
+                plan.add_rebind(Rebind(group, views, entries, known_users=group.known_users + 1))
+        plan.copies += [
+            (entry, twin.local, entry.copied_because)
+            for entry, twin in self._twins.items()
+            if entry.copied_because is not None
+        ]
+        return plan
+
+    def commit(self) -> CommitReport:
+        """See `WeightSink.commit`."""
+        plan, began = self._plan, time.perf_counter()
+        assert plan is not None, "prepare comes first"
+        model = self._live_model()
+        inference = any(tensor.is_inference() for tensor, _, _ in plan.pairs)
+        with torch.inference_mode(inference), torch.no_grad():
+            plan.give_way(storage_users)
+            for rebind in plan.rebinds:
+                for entry, before in zip(rebind.group.entries, rebind.group.views().tensors, strict=True):
+                    twin = self._twins[entry].tensors
+                    plan.pairs += [(tensor, before, rebind.views.tensors[entry.index]) for tensor in twin]
+            try:
+                plan.run(model)
+            except BaseException:
+                self._torn |= plan.half_copied
+                raise
+            if self._twin is None and isinstance(model, nn.Module):
+                reshard(model)
+        self._torn &= not self._full
+        report = replace(plan.report(began), in_place=len(self._came) if self._twin is None else 0)
+        self._close()
+        return report
+
+    def abort(self, *, retire: bool = False) -> None:
+        """See `WeightSink.abort`."""
+        self._torn |= self._dirty
+        self._close()
+
+    def _close(self) -> None:
+        self._expected, self._plan, self._twins, self._dirty = None, None, {}, False
+
+    def checksums(self) -> dict[str, str]:
+        """See `WeightSink.checksums`."""
+        return scan(self._module("checksums")).checksums()
+
+    def reset(self) -> None:
+        """See `WeightSink.reset`."""
+        module = self._module("reset")
+        reshard(module)
+        scan(module).zero()
+        self._torn = True
+
+    def _module(self, way: str) -> nn.Module:
+        model = self._live_model()
+        if not isinstance(model, nn.Module):
+            raise Unsupported(f"{way}: a {type(model).__name__} is no nn.Module, its tensors are not known")
+        return model
+
+
+def _make_twin(model: Any) -> tuple[Any, str | None]:
+    """A deep copy of `model` whose `load_weights` loads into the copy, or None and why there is none."""
+    if not isinstance(model, nn.Module):
+        return None, f"a {type(model).__name__} is no nn.Module, so its storages are not known"
+    try:
+        twin = copy.deepcopy(model)
+    except Exception as error:  # whatever the attributes of somebody's model raise
+        return None, f"the model cannot be copied: {type(error).__name__}: {error}"
+    if not isinstance(twin.load_weights, MethodType) or twin.load_weights.__self__ is not twin:
+        return None, "load_weights is not a method of the model's class: a copy of it would load into the live model"
+    return twin, None
+
+
+def _paired(live: Inventory, twin: Inventory) -> dict[Entry, Entry]:
+    """The entries that commit exchanges, each with its twin.
+
+    Raises:
+        UpdateRefused: The loader has rebuilt the model instead of filling it.
+    """
+    pairs: dict[Entry, Entry] = {}
+    if len(live.entries) == len(twin.entries):
+        pairs = dict(zip(live.entries, twin.entries, strict=True))
+    for here, there in pairs.items():
+        a, b = here.tensors[0], there.tensors[0]
+        if (here.names, a.shape, a.dtype, a.stride()) != (there.names, b.shape, b.dtype, b.stride()):
+            pairs.clear()
+            break
+    if len(pairs) < len(live.entries):
+        raise UpdateRefused(
+            "load_weights replaced parameters by others instead of filling them: such a model needs staging='in_place'"
+        )
+    moved = {group for group in live.groups if any(entry.names for entry in group.entries)}
+    return {here: there for here, there in pairs.items() if here.group in moved or (here.group is None and here.names)}

@@ -1,0 +1,397 @@
+"""The sink of a plain `nn.Module`: staged per storage, made live by rebinding."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from weightwire.errors import TransferAborted, UpdateRefused
+from weightwire.inventory import Entry, Group, Views, check_tensor, reshard, scan
+from weightwire.module_update import Chosen, Plan, Rebind, Update, check_complete
+from weightwire.patching import check_patch, ready_patch
+from weightwire.sink import CommitMode, CommitReport, Patch, Staging, UpdateSpec, WeightSink
+from weightwire.staging import allocate, copy_uncovered, poison, sha256, storage_users, view_like
+
+
+class ModuleSink(WeightSink):
+    """The sink of a plain `nn.Module`.
+
+    Staged weights lie in a second storage for every storage of the model that an update touches. Commit rebinds all
+    parameters and buffers over such a storage to the second one (`tensor.data = ...`), so it costs O(parameters), and
+    the first one is received into next time. Only storage allocated here is received into again. What a rebind cannot
+    reach is copied under the gate: DTensors (FSDP2), storages of which somebody holds a view, shared memory.
+
+    It does not keep `model` alive, and is for one thread at a time, except that `abort` may come from another.
+    """
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"load", "targets", "adopt", "patch"})
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        staging: Staging = "staged",
+        strict: bool = True,
+        cast: bool = False,
+        commit: CommitMode = "swap",
+    ) -> None:
+        super().__init__(staging=staging, strict=strict, cast=cast, commit=commit)
+        self._model = weakref.ref(model)
+        reshard(model)
+        self._inventory = scan(model)
+        self._resolved: tuple[UpdateSpec, dict[str, Chosen]] | None = None
+        self._buffers: dict[Entry, torch.Tensor] = {}
+        self._update: Update | None = None
+        self._damaged: set[Entry] = set()
+        self._allocated = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of staging allocated since the last `begin`."""
+        return self._allocated
+
+    # Opening an update
+
+    def begin(self, spec: UpdateSpec) -> None:
+        """See `WeightSink.begin`."""
+        assert self._update is None, "the previous update was neither committed nor aborted"
+        model = self._live_model()
+        refuse_frozen(model)
+        if not self._inventory.unchanged():
+            self._inventory = scan(model, self._inventory)
+            self._resolved = None
+            self._buffers.clear()
+        if self._resolved is None or self._resolved[0] != spec:
+            full = spec.scope == "full"
+            chosen = self._inventory.resolve(spec.metadata, strict=self.strict, cast=self.cast, full=full)
+            self._resolved = spec, chosen
+        chosen = self._resolved[1]
+        if self._torn:
+            self._refuse_half_repair(chosen)
+        unknown = frozenset() if self.strict else {meta.name for meta in spec.metadata} - chosen.keys()
+        self._allocated = 0
+        self._update = Update(chosen, frozenset(unknown))
+
+    def _refuse_half_repair(self, chosen: Mapping[str, Chosen]) -> None:
+        """Torn weights need an update that brings every parameter, and every buffer that was half written."""
+        brought = {entry for entry, _ in chosen.values()}
+        lacking = [
+            entry.names[0]
+            for entry in self._inventory.entries
+            if (entry.parameter or entry in self._damaged) and entry not in brought
+        ]
+        if lacking:
+            words = f"the weights are torn, and this update lacks {len(lacking)} names, such as {lacking[0]!r}"
+            raise UpdateRefused(words, parameter=lacking[0])
+
+    def _live_model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None, "a sink is used while its model lives"
+        return model
+
+    def _open(self) -> Update:
+        assert self._update is not None, "begin comes first"
+        assert self._update.plan is None, "nothing comes in after prepare"
+        return self._update
+
+    # Ways in
+
+    def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `WeightSink.load`."""
+        update = self._open()
+        with self._inventory.writing():
+            for name, tensor in pairs:
+                if self._update is not update:
+                    raise TransferAborted("the update was aborted while weights were being loaded")
+                if chosen := update.find(name):
+                    check_tensor(name, chosen[1], tensor)
+                    update.arrive(name)
+                    self._put(update, name, chosen, tensor)
+
+    def _put(self, update: Update, name: str, chosen: Chosen, tensor: torch.Tensor) -> None:
+        """Copy `tensor` to where commit takes it from, or in place."""
+        entry, meta = chosen
+        if name in update.buffers:
+            update.buffers[name].copy_(tensor)
+        elif self.staging == "in_place":
+            self._write_live()
+            update.in_place += 1
+            entry.local.copy_(entry.cut(tensor))
+        elif entry.group is not None and entry.dense:
+            self._stage(update, entry.group).tensors[entry.index].copy_(tensor)
+        else:
+            piece = entry.cut(tensor)
+            self._buffer(update, name, entry, meta.dtype, piece.shape).copy_(piece)
+
+    def targets(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """See `WeightSink.targets`."""
+        update, found = self._open(), {}
+        with _plain():
+            for name in names:
+                if chosen := update.find(name):
+                    found[name] = self._target(update, name, chosen)
+        return found
+
+    def _target(self, update: Update, name: str, chosen: Chosen) -> torch.Tensor:
+        entry, meta = chosen
+        if entry.group is None or not entry.direct or meta.dtype != entry.tensors[0].dtype:
+            return self._buffer(update, name, entry, meta.dtype, torch.Size(meta.shape))
+        if self.staging == "in_place":
+            self._write_live()
+            update.exposed.add(entry.group)
+            return entry.group.views().tensors[entry.index]
+        return self._stage(update, entry.group).tensors[entry.index]
+
+    def received(self, names: Iterable[str]) -> None:
+        """See `WeightSink.received`."""
+        update = self._open()
+        for name in names:
+            if chosen := update.find(name):
+                update.arrive(name)
+                if self.staging == "in_place" and name not in update.buffers:
+                    update.in_place += 1
+
+    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See `WeightSink.adopt`."""
+        update = self._open()
+        for name, tensor in tensors.items():
+            if (chosen := update.find(name)) is None:
+                continue
+            entry, meta = chosen
+            check_tensor(name, meta, tensor)
+            if not tensor.is_contiguous():
+                raise UpdateRefused(f"{name!r} is to be adopted and is not contiguous", parameter=name)
+            update.arrive(name)
+            if self._adoptable(entry, tensor):
+                update.adopted[name] = tensor.detach()
+            else:
+                with self._inventory.writing():
+                    self._put(update, name, chosen, tensor)
+
+    def _adoptable(self, entry: Entry, tensor: torch.Tensor) -> bool:
+        live, group = entry.tensors[0], entry.group
+        return (
+            group is not None
+            and self._copied_because(group) is None
+            and len(group.entries) == 1
+            and entry.direct
+            and (live.dtype, live.device) == (tensor.dtype, tensor.device)
+        )
+
+    def patch(self, patches: Sequence[Patch]) -> None:
+        """See `WeightSink.patch`."""
+        update = self._open()
+        for patch in patches:
+            if update.find(patch.name):
+                update.arrive(patch.name)
+                update.patches[patch.name] = patch
+
+    # Staging
+
+    def _copied_because(self, group: Group) -> str | None:
+        return group.copied_because or ("commit='copy'" if self.options["commit"] == "copy" else None)
+
+    def _stage(self, update: Update, group: Group) -> Views:
+        """The storage that stands in for the live one of `group` in this update."""
+        views = update.staged.get(group)
+        if views is None:
+            views = group.spare or self._new_views(group)
+            poison(views.storage)
+            group.spare = update.staged[group] = views
+        return views
+
+    def _new_views(self, group: Group) -> Views:
+        live = group.views().tensors
+        # An adopted storage holds others' tensors too: this one alone gets a storage of its own.
+        size, offset = (live[0].nbytes, 0) if group.adopted else (group.storage.nbytes(), None)
+        storage = allocate(size, group.storage.device)
+        self._allocated += size
+        return Views(storage, [view_like(tensor, storage, offset=offset) for tensor in live], ours=True)
+
+    def _buffer(
+        self, update: Update, name: str, entry: Entry, dtype: torch.dtype, shape: torch.Size
+    ) -> torch.Tensor:
+        """Memory for a tensor that cannot come straight to its place; kept for the next update."""
+        buffer = self._buffers.get(entry)
+        if name not in update.buffers and (buffer is None or buffer.dtype != dtype or buffer.shape != shape):
+            size = shape.numel() * dtype.itemsize
+            storage = allocate(size, entry.tensors[0].device)
+            self._allocated += size
+            empty = torch.empty(0, dtype=dtype, device=storage.device)
+            buffer = self._buffers[entry] = empty.set_(storage, 0, shape)
+        if name not in update.buffers:
+            poison(buffer.untyped_storage())
+            update.buffers[name] = buffer
+        return update.buffers[name]
+
+    # Closing an update
+
+    def prepare(self) -> None:
+        """See `WeightSink.prepare`."""
+        update = self._open()
+        check_complete(update.chosen, update.came)
+        for patch in update.patches.values():
+            check_patch(patch, update.chosen[patch.name][0], cast=self.cast)
+        plan = Plan()
+        with _plain():
+            self._plan_staged(update, plan)
+            self._plan_adopted(update, plan)
+            self._plan_buffers(update, plan)
+            self._plan_patches(update, plan)
+            self._count_users(plan)
+        update.plan = plan
+
+    def _plan_staged(self, update: Update, plan: Plan) -> None:
+        """Make every staged storage whole, and rebind to it or copy from it."""
+        written: dict[Group, list[str]] = {}
+        for name in update.filled():
+            group = update.chosen[name][0].group
+            if group is not None and self.staging == "staged":
+                written.setdefault(group, []).append(name)
+        for group, names in written.items():
+            views, reason = self._stage(update, group), self._copied_because(group)
+            chosen = [(update.chosen[name][0], update.buffers.get(name)) for name in names]
+            if reason is None and not group.adopted:
+                straight = [views.tensors[entry.index] for entry, buffer in chosen if buffer is None]
+                copy_uncovered(group.storage, views.storage, straight)
+            for entry, buffer in chosen:
+                if buffer is not None:
+                    views.tensors[entry.index].copy_(buffer)
+            entries = [entry for entry, _ in chosen]
+            if reason is None:
+                plan.add_rebind(Rebind(group, views, entries))
+            else:
+                plan.copies += [(entry, views.tensors[entry.index], reason) for entry in entries]
+
+    def _plan_adopted(self, update: Update, plan: Plan) -> None:
+        for name, tensor in update.adopted.items():
+            entry = update.chosen[name][0]
+            assert entry.group is not None
+            view = view_like(entry.tensors[0], tensor.untyped_storage(), offset=tensor.storage_offset())
+            views = Views(tensor.untyped_storage(), [view], ours=False)
+            plan.add_rebind(Rebind(entry.group, views, [entry], adopted=True))
+
+    def _plan_buffers(self, update: Update, plan: Plan) -> None:
+        """Buffers that no staged storage has taken are copied into live memory."""
+        for name in update.filled():
+            entry, _ = update.chosen[name]
+            if name in update.buffers and (entry.group is None or self.staging == "in_place"):
+                reason = entry.copied_because or "received beside a strided or cast parameter"
+                plan.copies.append((entry, update.buffers[name], reason))
+
+    def _plan_patches(self, update: Update, plan: Plan) -> None:
+        """Patches go into live memory at commit, except where it is about to be replaced by what is staged."""
+        replaced = {rebind.group: rebind.views for rebind in plan.rebinds}
+        for name, patch in update.patches.items():
+            entry = update.chosen[name][0]
+            if entry.group in replaced:
+                ready_patch(patch, entry, replaced[entry.group].tensors[entry.index]).apply()
+            else:
+                plan.patches.append(ready_patch(patch, entry, entry.local))
+
+    def _count_users(self, plan: Plan) -> None:
+        shared = self._inventory.known_users()
+        for rebind in plan.rebinds:
+            group = rebind.group
+            users = shared[group.storage._cdata] if group.adopted else group.known_users
+            rebind.known_users = users + 1  # our handle on the storage
+
+    def commit(self) -> CommitReport:
+        """See `WeightSink.commit`."""
+        update, began = self._update, time.perf_counter()
+        assert update is not None and update.plan is not None, "prepare comes first"
+        plan = update.plan
+        with self._inventory.writing():
+            plan.give_way(storage_users)
+            try:
+                plan.run(self._live_model())
+            except BaseException:
+                if plan.half_copied:
+                    self._tear(update)
+                raise
+        for rebind in plan.rebinds:
+            rebind.done()
+        self._update, self._dirty, self._torn = None, False, False
+        self._damaged.clear()
+        report = plan.report(began)
+        return replace(
+            report, patched=len(update.patches), in_place=update.in_place, allocated_bytes=self._allocated
+        )
+
+    def abort(self, *, retire: bool = False) -> None:
+        """See `WeightSink.abort`. Retiring live memory that in_place gave out needs a rebind: not with `commit="copy"`."""
+        update, self._update = self._update, None
+        if update is None:
+            return
+        if self._dirty:
+            self._tear(update)
+        self._dirty = False
+        if retire:
+            for group in update.staged:
+                group.spare = None
+            for name in update.buffers:
+                self._buffers.pop(update.chosen[name][0], None)
+            for group in update.exposed:
+                self._move(group)
+
+    def _tear(self, update: Update) -> None:
+        self._torn = True
+        self._damaged.update(entry for entry, _ in update.chosen.values())
+
+    def _move(self, group: Group) -> None:
+        """Rebind `group` to a fresh copy of its live storage, which somebody may still write into."""
+        if self._copied_because(group) is None:
+            with _plain():
+                views = self._new_views(group)
+                for old, new in zip(group.views().tensors, views.tensors, strict=True):
+                    new.copy_(old)
+                rebind = Rebind(group, views, [])
+                for tensor, after, _ in rebind.pairs():
+                    tensor.data = after
+                rebind.done()
+                group.spare = None
+
+    # Looking at the live weights
+
+    def checksums(self) -> dict[str, str]:
+        """See `WeightSink.checksums`."""
+        known = self._inventory
+        return (known if known.unchanged() else scan(self._live_model(), known)).checksums()
+
+    def reset(self) -> None:
+        """See `WeightSink.reset`."""
+        assert self._update is None, "no update is open while weights are reset"
+        reshard(self._live_model())
+        self._inventory = scan(self._live_model(), self._inventory)
+        self._resolved = None
+        self._inventory.zero()
+        self._torn = True
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """The mode in which ordinary tensors are made, whatever the caller's."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def refuse_frozen(model: nn.Module) -> None:
+    """Refuse to update what `torch._inductor.config.freezing` has compiled in: it would silently stay as it is.
+
+    Raises:
+        UpdateRefused: Freezing is on.
+    """
+    config = sys.modules.get("torch._inductor.config")
+    if getattr(config, "freezing", False):
+        raise UpdateRefused(
+            f"torch._inductor.config.freezing is on, so a compiled {type(model).__name__} keeps its old weights "
+            "whatever is pushed: compile with freezing off"
+        )

@@ -1,0 +1,161 @@
+"""The pieces a communicator has under way, and the one way in which they are waited for.
+
+Every wait ends when the piece has moved, when the deadline passes or is cancelled, when the peer's connection
+closes, or when nothing has moved for the stall limit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from weightwire import faults
+from weightwire.deadline import Deadline
+from weightwire.errors import PeerLost, PeerStalled, TransferError
+from weightwire.liveness import Liveness
+
+_SLICE = 0.02
+_NEWS_MILLISECONDS = 200
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """What goes to one peer, or comes from it. Pieces are counted from 1 and end in order.
+
+    Attributes:
+        peer: Its rank.
+        pending: Operation, piece and whatever else must live until the piece has moved.
+        posted: Number of the last piece started.
+        moved: Number of the last piece that moved.
+        moved_at: When that was; when the flow was last started, if it was idle.
+        error: Why nothing more will move.
+    """
+
+    peer: int
+    pending: deque[tuple[Any, Tensor, object]] = field(default_factory=deque)
+    posted: int = 0
+    moved: int = 0
+    moved_at: float = 0.0
+    error: TransferError | None = None
+
+
+class Traffic:
+    """All flows of one communicator.
+
+    Args:
+        flows: Them.
+        liveness: Tells who is alive.
+        settled: Waits up to some seconds for an operation to end; returns whether it has.
+        labels: Every rank in words.
+        rank: This process.
+        stall_limit: Seconds without a piece, while one is waited for, after which a peer has stopped.
+    """
+
+    def __init__(
+        self,
+        flows: Sequence[Flow],
+        liveness: Liveness,
+        settled: Callable[[Any, float], bool],
+        *,
+        labels: Sequence[str],
+        rank: int,
+        stall_limit: float,
+    ) -> None:
+        self.flows = flows
+        self.error: BaseException | None = None
+        self.lock = threading.RLock()
+        self.round_is_new = False
+        self._liveness = liveness
+        self._settled = settled
+        self._labels = labels
+        self._where = labels[rank]
+        self._stall_limit = stall_limit
+
+    def post(self, flow: Flow, work: Any, piece: Tensor, keep: object) -> None:
+        """Take an operation that was just started; called under `lock`."""
+        if not flow.pending:
+            flow.moved_at = time.monotonic()
+        flow.pending.append((work, piece, keep))
+        flow.posted += 1
+
+    def advance(self, flow: Flow) -> int:
+        """Take note of what has moved; returns the number of the last piece."""
+        first = False
+        with self.lock:
+            while flow.error is None and flow.pending and flow.pending[0][0].is_completed():
+                try:
+                    flow.pending[0][0].wait()
+                except RuntimeError as error:
+                    flow.error = explain(self._liveness, [flow.peer], error, labels=self._labels, where=self._where)
+                    break
+                flow.pending.popleft()
+                flow.moved += 1
+                flow.moved_at = time.monotonic()
+                first, self.round_is_new = first or self.round_is_new, False
+        if first:
+            faults.reach("communicator.first_piece")
+        return flow.moved
+
+    def reached(self, flow: Flow, mark: int, deadline: Deadline) -> bool:
+        """Wait until piece `mark` has moved; False if the peer failed first.
+
+        Raises:
+            DeadlineExceeded: The deadline passed.
+            BaseException: Whatever the deadline was cancelled with, or what ended the traffic before.
+        """
+        began = time.monotonic()
+        try:
+            while self.advance(flow) < mark:
+                if flow.error is not None:
+                    return False
+                if self.error is not None:
+                    raise self.error
+                deadline.check(f"the transfer with {self._labels[flow.peer]}")
+                with self.lock:
+                    oldest = flow.pending[0][0] if flow.pending else None
+                if oldest is not None and not self._settled(oldest, _SLICE):
+                    self._watch(flow, began)
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+        return True
+
+    def _watch(self, flow: Flow, began: float) -> None:
+        self._liveness.poll()
+        idle = time.monotonic() - max(flow.moved_at, began)
+        if (failure := self._liveness.failure(flow.peer)) is not None:
+            flow.error = failure
+        elif idle > self._stall_limit:
+            flow.error = PeerStalled(
+                f"{self._labels[flow.peer]} is there and has not moved a byte for {idle:.1f} s", rank=self._where
+            )
+
+    def stop(self, error: BaseException) -> list[tuple[Any, Tensor, object]]:
+        """End all waits with `error`, unless something ended them before; returns what is under way."""
+        with self.lock:
+            self.error = self.error or error
+            pending = [item for flow in self.flows for item in flow.pending]
+            for flow in self.flows:
+                flow.pending.clear()
+        return pending
+
+
+def explain(
+    liveness: Liveness, peers: Sequence[int], error: RuntimeError, *, labels: Sequence[str], where: str
+) -> TransferError:
+    """Say who made an operation with `peers` fail: the connection that broke tells, a little later than gloo."""
+    liveness.poll(_NEWS_MILLISECONDS)
+    names = " or ".join(labels[peer] for peer in peers)
+    known = (liveness.failure(peer) for peer in peers)
+    if (failure := next((failure for failure in known if failure is not None), None)) is None:
+        stalled = any(word in str(error).lower() for word in ("timed out", "timeout"))
+        kind, what = (PeerStalled, "stopped moving") if stalled else (PeerLost, "was lost")
+        failure = kind(f"{names} {what}: {error}", rank=where)
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import weightwire
+from importlib_metadata import distribution
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = sorted(path.parent for path in [ROOT / "core/pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")])
+
+
+def project(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+PROJECTS = {project(folder)["name"]: folder for folder in FOLDERS}
+
+
+def named(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0]
+
+
+def test_core_has_exactly_four_requirements() -> None:
+    required = [line for line in distribution("weightwire").requires or () if "extra ==" not in line]
+    assert sorted(map(named, required)) == ["httpx", "importlib-metadata", "pluggy", "torch"]
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_versions_are_in_lock_step(name: str) -> None:
+    assert project(PROJECTS[name])["version"] == weightwire.__version__
+    assert distribution(name).version == weightwire.__version__, "run ./dev to install again"
+
+
+@pytest.mark.parametrize("name", sorted(set(PROJECTS) - {"weightwire"}))
+def test_plugins_need_this_core(name: str) -> None:
+    major, minor, _ = weightwire.__version__.split(".")
+    required = project(PROJECTS[name])["dependencies"]
+    assert f"weightwire~={major}.{minor}" in required
+    assert not {named(line) for line in required} & (set(PROJECTS) - {"weightwire"})
+
+
+def test_extras_are_names_for_distributions() -> None:
+    extras = project(ROOT / "core")["optional-dependencies"]
+    del extras["testing"]
+    plugins = {name.removeprefix("weightwire-"): name for name in PROJECTS if name != "weightwire"}
+    assert {extra: named(lines[0]) for extra, lines in extras.items() if extra != "all"} == plugins
+    assert sorted(map(named, extras["all"])) == sorted(plugins.values())
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_what_a_distribution_carries(name: str) -> None:
+    folder = PROJECTS[name]
+    package = folder / "src" / name.replace("-", "_")
+    assert (package / "py.typed").is_file()
+    assert (folder / "README.md").is_file()
+    assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_import_contracts_hold() -> None:
+    linter = Path(sysconfig.get_path("scripts")) / "lint-imports"
+    done = subprocess.run([sys.executable, linter], cwd=ROOT, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stdout + done.stderr
