@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from core.tests.fake_site import fake_site as fake_site
 from hypothesis import HealthCheck, settings
+
+from core.tests.fake_site import fake_site as fake_site
 
 _quiet = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=_quiet)

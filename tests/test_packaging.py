@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -9,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from importlib_metadata import distribution, packages_distributions
+
 import weightwire
-from importlib_metadata import distribution
+from weightwire.requirements import normalized
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(path.parent for path in [ROOT / "core/pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")])
 
 
 def project(folder: Path) -> dict[str, Any]:
-    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    table: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    return table
 
 
 PROJECTS = {project(folder)["name"]: folder for folder in FOLDERS}
@@ -52,6 +56,32 @@ def test_extras_are_names_for_distributions() -> None:
     plugins = {name.removeprefix("weightwire-"): name for name in PROJECTS if name != "weightwire"}
     assert {extra: named(lines[0]) for extra, lines in extras.items() if extra != "all"} == plugins
     assert sorted(map(named, extras["all"])) == sorted(plugins.values())
+
+
+def imported(source: Path) -> set[str]:
+    """Top-level modules that a folder's files import, those for type checkers included."""
+    found: set[str] = set()
+    for file in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.split(".")[0])
+    return found - set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_what_is_imported_is_required(name: str) -> None:
+    table = project(PROJECTS[name])
+    extra = table.get("optional-dependencies", {}).get("testing", [])  # for weightwire.testing
+    required = {normalized(named(line)) for line in [*table["dependencies"], *extra]} | {name}
+    homes = packages_distributions()
+    undeclared = {
+        module
+        for module in imported(PROJECTS[name] / "src")
+        if not {normalized(home) for home in homes.get(module, [module])} & required
+    }
+    assert not undeclared
 
 
 @pytest.mark.parametrize("name", PROJECTS)

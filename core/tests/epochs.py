@@ -90,7 +90,7 @@ class RawMember:
         return self.hear()
 
     def post(self, phase: str, *, gather: bool = False) -> None:
-        content = {"agree": {}, "payload": None, "error": None, "gather": gather, "waits": True}
+        content: dict[str, Any] = {"agree": {}, "payload": None, "error": None, "gather": gather, "waits": True}
         self.say(type="post", id=phase, phase=phase, **content)
 
     def hear(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+
 from weightwire import discovery, loading, registry
 
 PLUGIN = """
@@ -98,7 +99,7 @@ class FakeSite:
         text = plugin.format(backend=backend, aliases=aliases, api=api, package=package)
         self.module(f"{package}.plugin", text)
         names = (backend, *aliases) if entries is None else entries
-        points = {name: f"{package}.plugin" for name in names}
+        points = dict.fromkeys(names, f"{package}.plugin")
         self.distribution(distribution, {discovery.GROUP: points}, requires=requires)
         return package
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch._C._distributed_c10d import FileStore
+
 from core.tests.collective_ranks import (
     KIB,
     MIB,
@@ -31,7 +34,8 @@ SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 7 * PIECE // 2, 0, 40 * PIECE]
 def test_one_to_one(strict_ranks: BorrowRanks, tmp_path: Path, window: int) -> None:
     lent = first, second = connected(strict_ranks, 2, tmp_path, piece_bytes=PIECE, window=window)
     sent = first.start(send, SIZES, [1])
-    assert second.call(receive, SIZES, 0) == sent.result()
+    assert second.call(receive, SIZES, 0)
+    sent.result()
     close_all(lent)
 
 
@@ -40,22 +44,23 @@ def test_one_to_two(strict_ranks: BorrowRanks, tmp_path: Path, collective: bool)
     lent = connected(strict_ranks, 3, tmp_path, piece_bytes=PIECE, collective=collective, senders=[0])
     sent = lent[0].start(send, SIZES, [1, 2])
     received = [rank.start(receive, SIZES, 0) for rank in lent[1:]]
-    assert [call.result() for call in received] == [sent.result()] * 2
+    assert all(call.result() for call in received)
+    sent.result()
     close_all(lent)
 
 
 @pytest.mark.parametrize("collective", [False, True])
 def test_two_senders_to_two_receivers(strict_ranks: BorrowRanks, tmp_path: Path, collective: bool) -> None:
     lent = connected(strict_ranks, 4, tmp_path, piece_bytes=PIECE, collective=collective, senders=[0, 1])
-    sent = [rank.start(send, SIZES, [2, 3]) for rank in lent[:2]]
+    for rank in lent[:2]:
+        rank.start(send, SIZES, [2, 3])
     received = [rank.start(receive_from_both, SIZES) for rank in lent[2:]]
-    expected = [call.result() for call in sent]
-    assert [call.result() for call in received] == [expected, expected]
+    assert all(call.result() for call in received)
     close_all(lent)
 
 
-def receive_from_both(state: State, sizes: list[int]) -> list[list[str]]:
-    return [receive(state, sizes, source) for source in (0, 1)]
+def receive_from_both(state: State, sizes: list[int]) -> bool:
+    return receive(state, sizes, 0) and receive(state, sizes, 1)
 
 
 def test_both_ways_at_once(strict_ranks: BorrowRanks, tmp_path: Path) -> None:
@@ -77,10 +82,9 @@ def exchange(state: State, size: int, peer: int) -> bool:
     return all(handle.done for handle in handles) and torch.equal(incoming, content(size, peer))
 
 
-DTYPES = (
-    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 "
-    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
-).split()
+DTYPES = ["bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
+DTYPES += ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+DTYPES += ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"]
 
 
 def test_every_dtype_as_bytes(strict_ranks: BorrowRanks, tmp_path: Path) -> None:
@@ -112,7 +116,8 @@ def test_a_bad_call_is_refused_and_harms_nothing(strict_ranks: BorrowRanks, tmp_
     assert refusals == ["ValueError"] * 8
     sent = lent[0].start(send, [1000], [1, 2])
     received = [rank.start(receive, [1000], 0) for rank in lent[1:]]
-    assert [call.result() for call in received] == [sent.result()] * 2
+    assert all(call.result() for call in received)
+    sent.result()
     close_all(lent)
 
 
@@ -120,7 +125,7 @@ def refused(state: State) -> list[str]:
     communicator: TorchCommunicator = state["communicator"]
     deadline = Deadline(5)
     good = torch.zeros(8, dtype=torch.uint8)
-    bad = [
+    bad: list[Callable[[], object]] = [
         lambda: communicator.send(torch.zeros(8), [1, 2], deadline=deadline),
         lambda: communicator.send(torch.zeros(8, dtype=torch.int8), [1, 2], deadline=deadline),
         lambda: communicator.send(good.reshape(2, 4), [1, 2], deadline=deadline),
@@ -142,9 +147,9 @@ def refused(state: State) -> list[str]:
 def test_a_full_window_blocks_until_the_deadline(ranks: BorrowRanks, tmp_path: Path) -> None:
     first, _ = connected(ranks, 2, tmp_path, piece_bytes=PIECE, window=2)
     assert first.call(send_nobody_receives, 2 * PIECE) == "queued"
-    with pytest.raises(DeadlineExceeded, match="the transfer with rank 1 did not end within 0.3 s"):
+    with pytest.raises(DeadlineExceeded, match="the transfer with rank 1 did not end within 0\\.3 s"):
         first.call(send_nobody_receives, 1)
-    with pytest.raises(DeadlineExceeded):  # out of step from here on
+    with pytest.raises(TransferError, match="an earlier transfer failed, DeadlineExceeded"):
         first.call(send_nobody_receives, 0)
 
 
@@ -159,19 +164,18 @@ def test_nothing_is_left_after_many_lives(strict_ranks: BorrowRanks, tmp_path: P
     for life in range(20):
         connect_all(lent, tmp_path / str(life))
         sent = lent[0].start(send, [100], [1])
-        assert lent[1].call(receive, [100], 0) == sent.result()
+        assert lent[1].call(receive, [100], 0)
+        sent.result()
         close_all(lent)
     assert [rank.call(resources) for rank in lent] == before
 
 
 def test_what_was_sent_arrives_after_the_sender_closed_and_died(ranks: BorrowRanks, tmp_path: Path) -> None:
-    first, second = connected(ranks, 2, tmp_path, piece_bytes=PIECE)
-    second.call(post_receive, 4 * PIECE, 0)
-    second.stop()
-    first.call(send_and_close, 4 * PIECE)
+    first, second = connected(ranks, 2, tmp_path, piece_bytes=MIB)
+    second.call(post_receive, 8 * MIB, 0)
+    first.call(send_and_close, 8 * MIB)
     first.kill()
-    second.resume()
-    assert second.call(finish_receive) == 0
+    assert second.call(finish_receive)
 
 
 def send_and_close(state: State, size: int) -> None:
@@ -213,7 +217,7 @@ def test_numbers_that_do_not_fit(wrong: dict[str, object]) -> None:
 
 
 def test_an_address_that_is_not_here() -> None:
-    with pytest.raises(TransferError, match="cannot listen on '203.0.113.1'"):
+    with pytest.raises(TransferError, match="cannot listen on '203\\.0\\.113\\.1'"):
         TorchCommunicator(
             None,
             rank=0,
@@ -229,7 +233,7 @@ def move_on_cuda(state: State, rank: int, world: int, store: str, collective: bo
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     communicator = TorchCommunicator(
-        torch.distributed.FileStore(store, world),  # type: ignore[attr-defined]
+        FileStore(store, world),
         rank=rank,
         world_size=world,
         labels=[f"rank {other}" for other in range(world)],

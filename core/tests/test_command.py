@@ -8,6 +8,7 @@ from pathlib import Path
 
 import importlib_metadata
 import pytest
+
 from core.tests.fake_site import FakeSite
 from weightwire import __version__, command, discovery
 

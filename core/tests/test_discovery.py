@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from core.tests.fake_site import PLUGIN, FakeSite
 from weightwire import discovery, errors, loading
 from weightwire.discovery import Transport

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import weightwire
 
 NAMES = sorted(weightwire._MODULES)
@@ -71,9 +72,9 @@ def test_type_checkers_see_the_same_names() -> None:
 
 def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="no attribute 'WeightTransferWorker'"):
-        _ = weightwire.WeightTransferWorker  # type: ignore[attr-defined]
+        _ = weightwire.WeightTransferWorker
 
 
 def test_name_of_a_distribution_that_is_not_installed() -> None:
     with pytest.raises(ImportError, match="pip install weightwire-rdt"):
-        _ = weightwire.RayVLLMWeightSyncClient  # type: ignore[attr-defined]
+        _ = weightwire.RayVLLMWeightSyncClient

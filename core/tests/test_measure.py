@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from weightwire.source import as_bytes
 from weightwire.testing import measure_rank
 from weightwire.testing.floors import floors
 from weightwire.testing.measure import (
@@ -23,7 +25,7 @@ from weightwire.testing.measure import (
     ratios_of,
     run_bench,
 )
-from weightwire.testing.payload import Payload, as_bytes, build_module, digest, huge_buffer
+from weightwire.testing.payload import Payload, build_module, digest, huge_buffer
 from weightwire.testing.pool import RankPool
 
 MIB = 1 << 20
@@ -70,7 +72,6 @@ class Hungry(FileWay):
 
 class Failing(Way):
     name = "failing"
-    weighed = False
 
     def step(self, seat: Seat) -> None:
         raise OSError(f"rank {seat.rank} cannot")

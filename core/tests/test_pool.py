@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from weightwire import faults
 from weightwire.errors import PeerLost
 from weightwire.testing.fixtures import BorrowRanks

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+
 from weightwire.clients.fanout import FanoutClient
 from weightwire.clients.protocol import ControlClient, VLLMWeightSyncClient
 from weightwire.deadline import Deadline
@@ -95,10 +96,6 @@ def drive(state: State, client: RankClient) -> list[dict[str, Any]]:
 def build(state: State, width: int) -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(width, 2)
-
-
-def threads(state: State) -> int:
-    return threading.active_count()
 
 
 def recorders(ranks: list[Rank]) -> RankClient:
@@ -193,13 +190,6 @@ def test_another_rank_can_drive(strict_ranks: BorrowRanks) -> None:
     first, second, trainer = strict_ranks(3)
     assert trainer.call(drive, recorders([first, second])) == [{"rank": 0}, {"rank": 1}]
     assert [name for name, _ in second.call(calls)] == ["start", "finish"]
-
-
-def test_a_host_leaves_no_thread(strict_ranks: BorrowRanks) -> None:
-    (rank,) = strict_ranks(1)
-    before = rank.call(threads)
-    recorders([rank])
-    assert rank.call(threads) == before + 1
 
 
 def test_real_workers_answer_and_refuse(strict_ranks: BorrowRanks) -> None:

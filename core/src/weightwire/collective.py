@@ -21,6 +21,7 @@ from weightwire.traffic import Flow, Traffic
 from weightwire.wires import Wire, connect
 
 _BACKSTOP = 6.0
+_RECEIVER_SECONDS = 0.5
 
 
 class Handle:
@@ -47,8 +48,8 @@ class Handle:
             BaseException: Whatever the deadline was cancelled with, within 100 ms.
         """
         for flow, mark in self._marks:
-            if not self._traffic.reached(flow, mark, deadline) and flow.error is not None:
-                raise flow.error
+            if not self._traffic.reached(flow, mark, deadline):
+                flow.check()
 
 
 class Communicator(ABC):
@@ -138,7 +139,7 @@ class TorchCommunicator(Communicator):
         deadline: By when all must be connected.
         hostname: Address to bind to, under which the others reach this process.
         stall_limit: Seconds without a finished piece, while one is waited for, after which a peer is said to have
-            stopped.
+            stopped; a receiver waits half a second longer.
         piece_bytes: Buffers are cut into pieces of this size.
         window: Pieces under way to or from one peer.
         collective: Send by one broadcast to all receivers, instead of to each by itself.
@@ -183,8 +184,10 @@ class TorchCommunicator(Communicator):
         self._longest = _BACKSTOP * stall_limit
         self._closed = False
         routes = _routes(range(world_size), senders)
-        self._outgoing = {to: Flow(to) for sender, to in routes if sender == rank}
-        self._incoming = {sender: Flow(sender) for sender, to in routes if to == rank}
+        self._outgoing = {to: Flow(to, stall_limit) for sender, to in routes if sender == rank}
+        # A sender that waits for a stopped receiver keeps the others waiting too: it shall be the first to speak.
+        patience = stall_limit + _RECEIVER_SECONDS
+        self._incoming = {sender: Flow(sender, patience) for sender, to in routes if to == rank}
         peers = self._outgoing.keys() | self._incoming.keys()
         self._liveness = Liveness(store, rank=rank, peers=peers, labels=labels, hostname=hostname, deadline=deadline)
         self._wire: Wire = connect(
@@ -205,7 +208,6 @@ class TorchCommunicator(Communicator):
             self._wire.settled,
             labels=labels,
             rank=rank,
-            stall_limit=stall_limit,
         )
         try:
             faults.reach("communicator.connected")
@@ -243,8 +245,7 @@ class TorchCommunicator(Communicator):
     ) -> Handle:
         self._check_buffer(buffer)
         traffic = self._traffic
-        if traffic.error is not None:
-            raise traffic.error
+        traffic.check()
         for piece in _cut(buffer, self._piece_bytes):
             ready = [flow for flow in flows if traffic.reached(flow, flow.posted + 1 - self._window, deadline)]
             if not ready or (self._collective and len(ready) < len(flows)):
@@ -256,8 +257,8 @@ class TorchCommunicator(Communicator):
                 for flow, work in zip(ready, works, strict=True):
                     traffic.post(flow, work, piece, keep)
         for flow in flows:
-            if (error := flow.error or traffic.error) is not None:
-                raise error
+            flow.check()
+        traffic.check()
         return Handle(traffic, [(flow, flow.posted) for flow in flows])
 
     def _check_buffer(self, buffer: Tensor) -> None:
@@ -272,11 +273,11 @@ class TorchCommunicator(Communicator):
     def flush(self, deadline: Deadline) -> None:
         """See `Communicator.flush`."""
         traffic = self._traffic
+        traffic.check()
         for flow in traffic.flows:
             traffic.reached(flow, flow.posted, deadline)
         for flow in traffic.flows:
-            if (error := flow.error or traffic.error) is not None:
-                raise error
+            flow.check()
 
     def close(self, deadline: Deadline) -> None:
         """See `Communicator.close`."""

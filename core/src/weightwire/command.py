@@ -130,9 +130,7 @@ def _doctor(name: str | None) -> int:
         print(f"No transport {name!r} is installed{way}", file=sys.stderr)
         return 1
     found = [transport for transport, _ in survey() if transport.entry in wanted]
-    print(
-        f"weightwire {__version__}, API {'.'.join(map(str, API_VERSION))}, Python {platform.python_version()}"
-    )
+    print(f"weightwire {__version__}, API {'.'.join(map(str, API_VERSION))}, Python {platform.python_version()}")
     print(_torch())
     for variable in _VARIABLES:
         if variable in os.environ:

@@ -124,9 +124,7 @@ class Transport:
         """The exception that says why this transport cannot be had; its cause is chained."""
         kind, words = _ERRORS[self.state]
         remedy = f" To mend it: {self.remedy}." if self.remedy else ""
-        error = kind(
-            f"Transport {self.name!r} of {self.distribution} {self.version} {words}: {self.reason}.{remedy}"
-        )
+        error = kind(f"Transport {self.name!r} of {self.distribution} {self.version} {words}: {self.reason}.{remedy}")
         error.__cause__ = self.cause
         return error
 

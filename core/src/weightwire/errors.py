@@ -88,15 +88,12 @@ class WeightwireError(Exception):
             value = record.get(key)
             return value if isinstance(value, str) else None
 
-        error = cls.__new__(cls)
-        WeightwireError.__init__(
-            error,
+        return cls(
             text("message") or "(no message)",
             transport=text("transport"),
             rank=text("rank"),
             parameter=text("param"),
         )
-        return error
 
 
 class PluginError(WeightwireError):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
 
-from weightwire.errors import HandshakeError, PeerFailed, WeightwireError, error_from_json
-from weightwire.frames import Frame
+from weightwire.errors import HandshakeError, PayloadTooLarge, PeerFailed, WeightwireError, error_from_json
+from weightwire.frames import Frame, encode
 
 JSON: TypeAlias = Any
 """Whatever `json.dumps` takes."""
@@ -93,6 +93,24 @@ def _raise_for(failed: RankError) -> NoReturn:
     if isinstance(failed.error, ValueError):
         raise failed.error
     raise PeerFailed.from_json(failed.error.to_json())
+
+
+def posting(
+    phase: str,
+    *,
+    agree: Mapping[str, JSON],
+    payload: JSON,
+    error: WeightwireError | None,
+    gather: bool,
+    waits: bool,
+) -> tuple[bytes, WeightwireError | None]:
+    """The frame with which a member takes part, and the error in it: what is too large to send becomes one."""
+    post = {"type": "post", "id": phase, "phase": phase, "gather": gather, "waits": waits}
+    try:
+        return encode({**post, "agree": agree, "payload": payload, "error": error and error.to_json()}), error
+    except PayloadTooLarge as too_large:
+        error = error or PayloadTooLarge(f"{phase}: {too_large.message}")
+        return encode({**post, "agree": {}, "payload": None, "error": error.to_json()}), error
 
 
 def reduce(posts: Mapping[int, Frame], label: Callable[[int], str]) -> Frame:

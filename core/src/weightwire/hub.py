@@ -77,6 +77,7 @@ class Hub:
     def __init__(self, *, trainers: int, workers: int, peer_timeout: float) -> None:
         self.peer_timeout = peer_timeout
         self.failure: WeightwireError | None = None
+        self._closed = False
         self._trainers = trainers
         self._world = range(trainers + workers)
         self.absent = tuple(self._world)
@@ -110,7 +111,7 @@ class Hub:
         """Act on what a member says; once the epoch has failed only its leaving counts."""
         if frame["type"] == "bye":
             self._leave(rank)
-        if self.failure is not None:
+        if self.failure is not None or self._closed:
             return
         match frame["type"]:
             case "phase":
@@ -147,13 +148,14 @@ class Hub:
             error: The reason.
             rank: The member it is about.
         """
-        if self.failure is None:
+        if self.failure is None and not self._closed:
             self.failure = error
             self._exchanges.clear()
             self._tell(self._members, {"type": "failed", "error": error.to_json(), "rank": rank})
 
     def close(self) -> None:
-        """End the epoch in good order."""
+        """End the epoch in good order; whatever comes after is no failure."""
+        self._closed = True
         self._tell(self._members, {"type": "closed"})
         for member in self._members.values():
             member.channel.finish()

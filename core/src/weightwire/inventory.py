@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,11 +54,12 @@ class Group:
     def views(self) -> Views:
         """The live storage as tensors, kept so that a rebind can be undone and repeated."""
         if self.live is None:
-            self.live = Views(self.storage, [entry.tensors[0].data for entry in self.entries], ours=False)
+            with torch.inference_mode(False):
+                tensors = [entry.tensors[0].data for entry in self.entries]
+            self.live = Views(self.storage, tensors, ours=False)
         return self.live
 
-    @property
-    def known_users(self) -> int:
+    def count_tensors(self) -> int:
         """How many tensors over the live storage are accounted for: the model's and our views."""
         return sum(len(entry.tensors) for entry in self.entries) + len(self.views().tensors)
 
@@ -95,6 +96,16 @@ class Entry:
         """Whether `local` is plain memory."""
         return self.refused is None and (self.group is not None or self.picks is not None)
 
+    def lands(self, meta: ParamMeta) -> bool:
+        """Whether bytes of the wire are received straight to where they belong."""
+        return self.direct and meta.dtype == self.tensors[0].dtype
+
+    @property
+    def live(self) -> torch.Tensor:
+        """The kept view of the live memory, where there is a group."""
+        assert self.group is not None
+        return self.group.views().tensors[self.index]
+
     @property
     def local(self) -> torch.Tensor:
         """The live tensor to write: a DTensor's local one."""
@@ -120,21 +131,45 @@ class Inventory:
     groups: list[Group] = field(default_factory=list)
     by_name: dict[str, Entry] = field(default_factory=dict)
     inference: bool = False
-    slots: list[tuple[dict[str, Any], str, object]] = field(default_factory=list)
-    sizes: list[tuple[dict[str, Any], int]] = field(default_factory=list)
+    places: list[dict[str, Any]] = field(default_factory=list)
+    """Where modules keep parameters, buffers and other modules."""
+    found: list[object] = field(default_factory=list)
+    """What was in `places`."""
+    bound: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+    """The tensor objects that can be rebound, and beside each a view of the memory it should have."""
+    _adopted_users: dict[int, int] = field(default_factory=dict)
 
     def unchanged(self) -> bool:
-        """Whether the model still has the same tensors over the same storages."""
+        """Whether the model still has the same tensors over the same memory."""
+        if self.bound is None:
+            entries = [entry for entry in self.entries if entry.group is not None]
+            pairs = [(tensor, entry.live) for entry in entries for tensor in entry.tensors]
+            self.bound = [tensor for tensor, _ in pairs], [view for _, view in pairs]
+        found = [value for place in self.places for value in place.values()]
         return (
-            all(slot.get(key) is value for slot, key, value in self.slots)
-            and all(len(slot) == size for slot, size in self.sizes)
-            and all(
-                tensor.untyped_storage() is group.storage and tensor.size() == view.size()
-                for group in self.groups
-                for entry, view in zip(group.entries, group.views().tensors, strict=True)
-                for tensor in entry.tensors
-            )
+            len(found) == len(self.found)
+            and all(map(operator.is_, found, self.found))
+            and all(tensor.dtype == view.dtype for tensor, view in zip(*self.bound, strict=True))
+            and all(map(torch.Tensor.is_set_to, *self.bound))
         )
+
+    def rebound(self, tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> None:
+        """Note that a commit has bound `tensors` to `memory`."""
+        self._adopted_users.clear()
+        if not tensors:
+            return
+        complete = self.bound is not None and len(self.bound[0]) == len(tensors)
+        self.bound = (tensors, memory) if complete else None
+
+    def known_users(self, group: Group) -> int:
+        """How many tensors over the live storage of `group` are accounted for."""
+        if not group.adopted:
+            return group.count_tensors()
+        handle = group.storage._cdata
+        if handle not in self._adopted_users:
+            here = [other for other in self.groups if other.storage is group.storage]
+            self._adopted_users[handle] = sum(other.count_tensors() for other in here)
+        return self._adopted_users[handle]
 
     def checksums(self) -> dict[str, str]:
         """See `WeightSink.checksums`."""
@@ -153,14 +188,6 @@ class Inventory:
         """The mode in which live tensors may be written: those made in inference mode only there."""
         with torch.inference_mode(self.inference), torch.no_grad():
             yield
-
-    def known_users(self) -> dict[int, int]:
-        """References to each adopted storage that are accounted for, over all groups in it."""
-        counts: Counter[int] = Counter()
-        for group in self.groups:
-            if group.adopted:
-                counts[group.storage._cdata] += group.known_users
-        return counts
 
     def resolve(
         self, metadata: tuple[ParamMeta, ...], *, strict: bool, cast: bool, full: bool
@@ -263,15 +290,13 @@ class _Scan:
                 for alias in (clean, name):
                     if self.found.by_name.setdefault(alias, entry) is entry and alias not in entry.names:
                         entry.names.append(alias)
+        self.found.found = [value for place in self.found.places for value in place.values()]
 
     def _walk(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool, bool]]:
         """Name, tensor, whether a parameter, whether in the state dict; notes where each was found."""
         for prefix, module in model.named_modules(remove_duplicate=False):
             dot = f"{prefix}." if prefix else ""
-            slots: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module._modules)
-            for slot in slots:
-                self.found.sizes.append((slot, len(slot)))
-                self.found.slots += [(slot, key, value) for key, value in slot.items()]
+            self.found.places += [module._parameters, module._buffers, module._modules]
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     yield dot + key, parameter, True, True

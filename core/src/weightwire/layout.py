@@ -1,7 +1,8 @@
-"""Where each parameter lives: who owns it, and which box of it each owner holds.
+"""What a parameter is and how it lies across ranks: the arithmetic every plan is made from.
 
-Metadata is identical on every rank, so every plan is a pure function of it. `Shard` splits as `torch.chunk` does;
-when two mesh axes shard one dim, the outer axis cuts first.
+A mesh is a row-major grid of trainer ranks. Along each of its axes a parameter is replicated or split the way
+`torch.chunk` splits, the outer axis first, so that the piece of one rank is a `Box`: an interval per dimension.
+Everything here is a pure function of metadata, so that every rank computes the same answer without asking.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, Final, Self
 
 import torch
 
@@ -21,12 +21,18 @@ from weightwire.errors import MetadataError
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every coordinate along this mesh axis holds the whole extent."""
+    """Every rank along this mesh axis holds the whole extent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This mesh axis splits tensor dimension `dim` as `torch.chunk` does."""
+    """This mesh axis splits one tensor dimension the way `torch.chunk` does.
+
+    10 rows over 4 ranks are 3, 3, 3 and 1; 5 over 4 are 2, 2, 1 and 0. Nothing is padded.
+
+    Attributes:
+        dim: The dimension that is split, counted from 0.
+    """
 
     dim: int
 
@@ -34,79 +40,121 @@ class Shard:
 Placement = Replicate | Shard
 
 
+def cut(interval: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
+    """Piece `index` of `interval` split into `parts` pieces, as `torch.chunk` would.
+
+    Args:
+        interval: Half-open, `start <= stop`.
+        parts: How many pieces, at least 1.
+        index: Which piece, from 0.
+
+    Returns:
+        A half-open interval; an empty one, at the end of `interval`, where `torch.chunk` returns fewer pieces.
+    """
+    start, stop = interval
+    assert start <= stop and 0 <= index < parts, (interval, parts, index)
+    step = -((start - stop) // parts)
+    first = min(start + index * step, stop)
+    return first, min(first + step, stop)
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor: `start[d] <= index[d] < stop[d]`. All empty boxes of one rank are equal."""
+    """A rectangular region of a tensor: the half-open interval `[start, stop)` in every dimension.
+
+    All empty boxes of one number of dimensions are equal: they become `[0, 0)` in every dimension. The only box
+    of a 0-d tensor has one element.
+
+    Raises:
+        MetadataError: `start` and `stop` differ in length, or an interval is negative.
+    """
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.start) == len(self.stop), f"{self.start} and {self.stop} differ in length"
-        if any(low >= high for low, high in zip(self.start, self.stop, strict=True)):
+        if len(self.start) != len(self.stop) or any(
+            not 0 <= a <= b for a, b in zip(self.start, self.stop, strict=False)
+        ):
+            raise MetadataError(f"there is no box from {self.start} to {self.stop}")
+        if any(a == b for a, b in zip(self.start, self.stop, strict=True)):
             nowhere = (0,) * len(self.start)
             object.__setattr__(self, "start", nowhere)
             object.__setattr__(self, "stop", nowhere)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent in each dimension."""
-        return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
+        """The extent in every dimension; all zeros when empty."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for the box of a 0-d tensor."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def empty(self) -> bool:
-        """Whether it holds no element."""
+        """Whether it has no element."""
         return self.numel == 0
 
     def slices(self) -> tuple[slice, ...]:
-        """The index that selects this box of a tensor."""
-        return tuple(slice(low, high) for low, high in zip(self.start, self.stop, strict=True))
+        """The index that takes this box out of a full tensor: `tensor[box.slices()]` is a view."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Box) -> Box:
-        """The part that both hold."""
-        return Box(
-            tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True)),
-            tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True)),
-        )
+        """The elements that are in both boxes, which have the same number of dimensions."""
+        assert len(self.start) == len(other.start), (self, other)
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, tuple(map(max, start, stop)))
 
 
-def cut(interval: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
-    """Piece `index` of `interval` cut into `parts` as `torch.chunk` cuts: equal pieces, then a rest, then nothing."""
-    low, high = interval
-    size = -((low - high) // parts)
-    return min(low + index * size, high), min(low + (index + 1) * size, high)
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name a dtype travels under: `"bfloat16"` for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
-def _sizes(name: str, what: str, values: Sequence[Any], *, least: int) -> tuple[int, ...]:
-    sizes = tuple(values)
-    for size in sizes:
-        if not isinstance(size, int) or isinstance(size, bool) or size < least:
-            raise MetadataError(
-                f"parameter {name!r} has {what} {sizes}: {size!r} is not an integer of at least {least}", parameter=name
-            )
-    return tuple(int(size) for size in sizes)
+_DTYPES: Final = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-@dataclass(frozen=True)
-class ParamMeta:
-    """One parameter: its name, dtype and full shape, and which trainer ranks own it in what layout.
-
-    Attributes:
-        name: Name in the checkpoint.
-        dtype: Dtype on the wire.
-        shape: Full shape.
-        owners: Trainer ranks that own it, in mesh order; None means every rank.
-        mesh_shape: Row-major shape of the mesh over `owners`; `(len(owners),)` unless given.
-        placements: One `Replicate` or `Shard` per mesh axis, describing what `WeightSource.iter_local` yields on each
-            owner; None means each holds the whole.
+def dtype_from_name(name: str) -> torch.dtype:
+    """The dtype that `dtype_name` wrote.
 
     Raises:
-        MetadataError: Sizes, owners, mesh and placements that contradict each other.
+        MetadataError: This torch has no dtype of that name.
+    """
+    try:
+        return _DTYPES[name]
+    except (KeyError, TypeError):
+        raise MetadataError(f"this torch ({torch.__version__}) has no dtype {name!r}") from None
+
+
+def _integers(value: object, what: str, name: str, *, least: int) -> tuple[int, ...]:
+    """`value` as a tuple of true integers of at least `least`; booleans and floats are refused."""
+    sizes = tuple(value) if isinstance(value, Iterable) else (value,)
+    if not isinstance(value, Iterable) or any(type(size) is not int or size < least for size in sizes):
+        kind = "non-negative" if least == 0 else "positive"
+        raise MetadataError(f"parameter {name!r} {what} must be {kind} integers, got {value!r}", parameter=name)
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class ParamMeta:
+    """One parameter of the whole model: name, wire dtype, full shape, who owns it and how it is laid out.
+
+    Metadata is identical on every trainer rank, ownership included; every plan is computed from it alone.
+    Placements that are all `Replicate` are the same as none and become None.
+
+    Attributes:
+        name: The name in the checkpoint, as the worker's model knows it.
+        dtype: The dtype that travels.
+        shape: The full shape, of non-negative integers.
+        owners: The trainer ranks that own it, in mesh order; None means every rank, each with the whole tensor.
+        mesh_shape: Row-major shape of the mesh over `owners`; `(len(owners),)` unless given.
+        placements: A `Replicate` or `Shard` for each mesh axis, outer axis first; None means replicated.
+
+    Raises:
+        MetadataError: A field that cannot be, naming the parameter.
         TypeError: A placement that is neither `Replicate` nor `Shard`.
     """
 
@@ -118,202 +166,183 @@ class ParamMeta:
     placements: tuple[Placement, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not isinstance(self.dtype, torch.dtype):
-            raise MetadataError(f"a parameter has a name and a torch dtype, got {self.name!r} and {self.dtype!r}")
-        object.__setattr__(self, "shape", _sizes(self.name, "shape", self.shape, least=0))
-        if self.owners is None:
-            if self.mesh_shape is not None or self.placements is not None:
-                raise self._error("declares a mesh or placements without owners")
-            return
-        owners = _sizes(self.name, "owners", self.owners, least=0)
-        if not owners or len(set(owners)) != len(owners):
-            raise self._error(f"needs distinct owners, got {owners}")
-        mesh = (len(owners),) if self.mesh_shape is None else self.mesh_shape
-        mesh = _sizes(self.name, "mesh_shape", mesh, least=1)
-        if math.prod(mesh) != len(owners):
-            raise self._error(f"has mesh_shape {mesh}, which does not cover its {len(owners)} owners")
-        object.__setattr__(self, "owners", owners)
-        object.__setattr__(self, "mesh_shape", mesh)
-        object.__setattr__(self, "placements", self._checked_placements(mesh))
+        if not isinstance(self.name, str) or not self.name:
+            raise MetadataError(f"a parameter's name must be a non-empty string, got {self.name!r}")
+        if not isinstance(self.dtype, torch.dtype):
+            raise self._error(f"dtype must be a torch.dtype, got {self.dtype!r}")
+        object.__setattr__(self, "shape", _integers(self.shape, "shape", self.name, least=0))
+        if self.owners is not None:
+            self._check_mesh()
+        elif self.mesh_shape is not None or self.placements is not None:
+            raise self._error("declares a mesh or placements without owners")
 
-    def _checked_placements(self, mesh: tuple[int, ...]) -> tuple[Placement, ...] | None:
-        if self.placements is None:
-            return None
-        placements = tuple(self.placements)
-        if len(placements) != len(mesh):
-            raise self._error(f"has {len(placements)} placements for a {len(mesh)}-D mesh")
+    def _error(self, problem: str) -> MetadataError:
+        return MetadataError(f"parameter {self.name!r} {problem}", parameter=self.name)
+
+    def _check_mesh(self) -> None:
+        owners = _integers(self.owners, "owners", self.name, least=0)
+        if not owners or len(set(owners)) != len(owners):
+            raise self._error(f"owners must be distinct non-negative ranks, got {self.owners!r}")
+        given = (len(owners),) if self.mesh_shape is None else self.mesh_shape
+        mesh_shape = _integers(given, "mesh_shape", self.name, least=1)
+        if math.prod(mesh_shape) != len(owners):
+            raise self._error(f"mesh_shape {mesh_shape} does not cover its {len(owners)} owners")
+        object.__setattr__(self, "owners", owners)
+        object.__setattr__(self, "mesh_shape", mesh_shape)
+        if self.placements is not None:
+            placements = tuple(self.placements)
+            self._check_placements(placements, mesh_shape)
+            sharded = any(isinstance(placement, Shard) for placement in placements)
+            object.__setattr__(self, "placements", placements if sharded else None)
+
+    def _check_placements(self, placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> None:
+        if len(placements) != len(mesh_shape):
+            raise self._error(f"has {len(placements)} placements for a {len(mesh_shape)}-D mesh")
         for placement in placements:
             if isinstance(placement, Shard):
-                dim = placement.dim
-                if not isinstance(dim, int) or isinstance(dim, bool) or not 0 <= dim < len(self.shape):
-                    raise self._error(f"shards dim {dim!r} of a {len(self.shape)}-D tensor")
+                if type(placement.dim) is not int or not 0 <= placement.dim < len(self.shape):
+                    raise self._error(f"shards dim {placement.dim!r} of a {len(self.shape)}-D tensor")
             elif not isinstance(placement, Replicate):
-                raise TypeError(f"parameter {self.name!r}: placement {placement!r} is neither Replicate nor Shard")
-        return placements if any(isinstance(placement, Shard) for placement in placements) else None
-
-    def _error(self, words: str) -> MetadataError:
-        return MetadataError(f"parameter {self.name!r} {words}", parameter=self.name)
+                raise TypeError(f"parameter {self.name!r} placement {placement!r} is neither Replicate nor Shard")
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole parameter."""
+        """The number of elements of the full tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter."""
+        """The size of the full tensor in bytes."""
         return self.numel * self.dtype.itemsize
 
     @property
     def first_owner(self) -> int:
-        """The trainer rank that sends it where one rank does."""
-        return 0 if self.owners is None else self.owners[0]
-
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        return {rank: place for place, rank in enumerate(self.owners or ())}
+        """The trainer rank that sends the parameter when one rank sends all of it."""
+        return self.owners[0] if self.owners is not None else 0
 
     def owned_by(self, rank: int) -> bool:
-        """Whether trainer rank `rank` owns it."""
-        return self.owners is None or rank in self._places
+        """Whether trainer rank `rank` holds the parameter or a piece of it."""
+        return self.owners is None or rank in self.owners
+
+    def _intervals(self, rank: int) -> list[tuple[int, int]]:
+        intervals = [(0, size) for size in self.shape]
+        if not self.owned_by(rank):
+            raise self._error(f"is not owned by trainer rank {rank}; its owners are {self.owners}")
+        if self.owners is None or self.mesh_shape is None or self.placements is None:
+            return intervals
+        position, inner = self.owners.index(rank), len(self.owners)
+        for size, placement in zip(self.mesh_shape, self.placements, strict=True):
+            inner //= size
+            coordinate, position = divmod(position, inner)
+            if isinstance(placement, Shard):
+                intervals[placement.dim] = cut(intervals[placement.dim], size, coordinate)
+        return intervals
 
     def box(self, rank: int) -> Box:
-        """The part of the parameter that trainer rank `rank` holds.
+        """The region of the full tensor that trainer rank `rank` holds.
 
         Raises:
-            MetadataError: That rank does not own it.
+            MetadataError: The rank does not own the parameter.
         """
-        if not self.owned_by(rank):
-            raise self._error(f"is not owned by trainer rank {rank}")
-        intervals = [(0, size) for size in self.shape]
-        if self.placements is not None:
-            assert self.mesh_shape is not None
-            place = self._places[rank]
-            coordinates = []
-            for size in reversed(self.mesh_shape):
-                place, coordinate = divmod(place, size)
-                coordinates.append(coordinate)
-            for placement, size, index in zip(self.placements, self.mesh_shape, reversed(coordinates), strict=True):
-                if isinstance(placement, Shard):
-                    intervals[placement.dim] = cut(intervals[placement.dim], size, index)
-        return Box(tuple(low for low, _ in intervals), tuple(high for _, high in intervals))
+        intervals = self._intervals(rank)
+        return Box(tuple(a for a, _ in intervals), tuple(b for _, b in intervals))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what `WeightSource.iter_local` yields on trainer rank `rank`.
+        """The shape of the piece that `WeightSource.iter_local` yields on trainer rank `rank`.
 
-        An empty piece keeps the extents of the dimensions that are not cut to nothing, as `torch.chunk`'s does.
+        An empty piece keeps its other extents, `(0, 3)` say, as torch's local tensors do.
+
+        Raises:
+            MetadataError: The rank does not own the parameter.
         """
-        if not self.owned_by(rank):
-            raise self._error(f"is not owned by trainer rank {rank}")
-        shape = list(self.shape)
-        if self.placements is not None:
-            assert self.mesh_shape is not None
-            place = self._places[rank]
-            for axis in range(len(self.mesh_shape)):
-                below = math.prod(self.mesh_shape[axis + 1 :])
-                placement = self.placements[axis]
-                if isinstance(placement, Shard):
-                    index = place // below % self.mesh_shape[axis]
-                    low, high = cut((0, shape[placement.dim]), self.mesh_shape[axis], index)
-                    shape[placement.dim] = high - low
-        return tuple(shape)
+        return tuple(b - a for a, b in self._intervals(rank))
 
     def to_json(self) -> dict[str, Any]:
-        """The parameter as JSON types, without the keys that have nothing to say."""
+        """This as JSON types, without the keys that are None; a placement is the dim it shards, or None."""
         record: dict[str, Any] = {"name": self.name, "dtype": dtype_name(self.dtype), "shape": list(self.shape)}
-        if self.owners is not None:
-            record["owners"] = list(self.owners)
-            if self.mesh_shape != (len(self.owners),):
-                record["mesh_shape"] = list(self.mesh_shape or ())
+        if self.owners is not None and self.mesh_shape is not None:
+            record |= {"owners": list(self.owners), "mesh_shape": list(self.mesh_shape)}
         if self.placements is not None:
-            record["placements"] = [one.dim if isinstance(one, Shard) else None for one in self.placements]
+            record["placements"] = [p.dim if isinstance(p, Shard) else None for p in self.placements]
         return record
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> ParamMeta:
-        """Read what `to_json` wrote.
+    def from_json(cls, record: Mapping[str, Any]) -> Self:
+        """Rebuild what `to_json` wrote.
 
         Raises:
-            MetadataError: Unknown or missing keys, or values of other types.
+            MetadataError: A key is unknown, missing or of the wrong type, or the values contradict each other.
         """
         if not isinstance(record, Mapping):
-            raise MetadataError(f"a parameter is described by an object, got {type(record).__name__}")
-        wrong = sorted(set(record) - {"name", "dtype", "shape", "owners", "mesh_shape", "placements"})
-        wrong += sorted({"name", "dtype", "shape"} - set(record))
-        if wrong:
-            raise MetadataError(
-                f"the description of a parameter has unknown or missing keys: {', '.join(map(str, wrong))}"
-            )
-        lists = {key: record[key] for key in ("shape", "owners", "mesh_shape", "placements") if key in record}
-        for key, value in lists.items():
-            if not isinstance(value, list | tuple):
-                raise MetadataError(f"parameter {record['name']!r} has a {key} that is no list: {value!r}")
-        placements = lists.get("placements")
-        return cls(
-            record["name"],
-            dtype_from_name(record["dtype"]),
-            tuple(lists["shape"]),
-            owners=tuple(lists["owners"]) if "owners" in lists else None,
-            mesh_shape=tuple(lists["mesh_shape"]) if "mesh_shape" in lists else None,
-            placements=None
-            if placements is None
-            else tuple(Replicate() if one is None else Shard(one) for one in placements),
-        )
+            raise MetadataError(f"a parameter's metadata must be an object, got {record!r}")
+        unknown = sorted(map(str, record.keys() - _KEYS))
+        missing = sorted({"name", "dtype", "shape"} - record.keys())
+        if unknown or missing:
+            raise MetadataError(f"metadata of {record.get('name')!r}: unknown keys {unknown}, missing keys {missing}")
+        fields = dict(record) | {"dtype": dtype_from_name(record["dtype"])}
+        for key in _KEYS - {"name", "dtype"}:
+            if not isinstance(fields.get(key, []), list | tuple):
+                raise MetadataError(f"metadata of {record['name']!r}: {key} must be a list, got {fields[key]!r}")
+        if "placements" in fields:
+            fields["placements"] = tuple(Replicate() if d is None else Shard(d) for d in fields["placements"])
+        return cls(**fields)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype as it travels, e.g. `"bfloat16"`."""
-    return str(dtype).rpartition(".")[2]
-
-
-def dtype_from_name(name: str) -> torch.dtype:
-    """The dtype of that name.
-
-    Raises:
-        MetadataError: There is none.
-    """
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise MetadataError(f"{name!r} is not the name of a torch dtype")
-    return dtype
+_KEYS: Final = frozenset({"name", "dtype", "shape", "owners", "mesh_shape", "placements"})
 
 
 def metadata_digest(metadata: Sequence[ParamMeta]) -> str:
-    """SHA-256 in hex of the metadata as compact JSON with sorted keys; the order of parameters counts."""
-    text = json.dumps([meta.to_json() for meta in metadata], sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    """The SHA-256, in hex, of the whole list in order: equal in every process that declares the same model."""
+    records = [meta.to_json() for meta in metadata]
+    return hashlib.sha256(json.dumps(records, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def check_metadata(metadata: Sequence[ParamMeta]) -> None:
-    """Refuse metadata that names a parameter twice.
+    """Refuse metadata that declares one name twice.
 
     Raises:
-        MetadataError: It does.
+        MetadataError: Naming the first parameter that is declared again, or the first item that is no `ParamMeta`.
     """
-    seen: set[str] = set()
-    for meta in metadata:
+    seen: dict[str, int] = {}
+    for index, meta in enumerate(metadata):
+        if not isinstance(meta, ParamMeta):
+            raise MetadataError(f"metadata at index {index} is a {type(meta).__name__}, not a ParamMeta")
         if meta.name in seen:
-            raise MetadataError(f"parameter {meta.name!r} is declared twice", parameter=meta.name)
-        seen.add(meta.name)
+            first = seen[meta.name]
+            raise MetadataError(
+                f"parameter {meta.name!r} is declared twice, at index {first} and index {index}", parameter=meta.name
+            )
+        seen[meta.name] = index
 
 
-def layerwise_groups(names: Sequence[str]) -> list[list[str]]:
-    """Group names by layer: what precedes the layers, then each layer, then the rest.
+def _layer(name: str) -> tuple[str, int] | None:
+    """The prefix and number of a name's first all-digit segment: `("model.layers", 3)`."""
+    segments = name.split(".")
+    for position, segment in enumerate(segments):
+        if segment.isascii() and segment.isdigit():
+            return ".".join(segments[:position]), int(segment)
+    return None
 
-    The layer of a name is its prefix and number up to the first segment that is all digits. Stacks come in the order
-    in which their prefix appears first, layers by number; inside a group the order is that of `names`.
+
+def layerwise_groups(names: Iterable[str]) -> list[list[str]]:
+    """Parameter names grouped by layer, in the order in which a model runs them.
+
+    A layer is what shares everything up to and including the first all-digit segment of a name. Names without
+    one form a group in front if they come before every layer, and one group at the end otherwise. Stacks of
+    layers follow the order in which they first appear, the layers of a stack their numbers, and names inside
+    a group the input. (The rule of vLLM's `layerwise_groups`.)
+
+    Returns:
+        Non-empty groups that together hold every name once.
     """
     before: list[str] = []
     after: list[str] = []
     stacks: dict[str, dict[int, list[str]]] = {}
     for name in names:
-        segments = name.split(".")
-        at = next((place for place, segment in enumerate(segments) if segment.isdigit()), None)
-        if at is not None:
-            stacks.setdefault(".".join(segments[:at]), {}).setdefault(int(segments[at]), []).append(name)
-        elif stacks:
-            after.append(name)
+        layer = _layer(name)
+        if layer is not None:
+            stacks.setdefault(layer[0], {}).setdefault(layer[1], []).append(name)
         else:
-            before.append(name)
+            (after if stacks else before).append(name)
     layers = [stack[number] for stack in stacks.values() for number in sorted(stack)]
     return [group for group in (before, *layers, after) if group]

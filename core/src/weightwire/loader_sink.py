@@ -19,7 +19,6 @@ from weightwire.layout import ParamMeta
 from weightwire.module_sink import refuse_frozen
 from weightwire.module_update import Plan, Rebind, check_complete
 from weightwire.sink import CommitMode, CommitReport, Staging, UpdateSpec, WeightSink
-from weightwire.staging import storage_users
 
 
 class LoaderSink(WeightSink):
@@ -90,7 +89,8 @@ class LoaderSink(WeightSink):
 
     def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `WeightSink.load`. What `load_weights` raises becomes an `UpdateRefused` in its words."""
-        assert self._expected is not None and self._plan is None, "load lies between begin and prepare"
+        assert self._expected is not None, "begin comes first"
+        assert self._plan is None, "nothing comes in after prepare"
         if self._twin is None:
             self._write_live()
         loader = self._live_model() if self._twin is None else self._twin
@@ -122,7 +122,7 @@ class LoaderSink(WeightSink):
 
     def prepare(self) -> None:
         """See `WeightSink.prepare`."""
-        assert self._expected is not None and self._plan is None, "prepare follows begin"
+        assert self._expected is not None, "begin comes first"
         check_complete(self._expected, self._came)
         self._plan = Plan() if self._twin is None else self._exchange()
 
@@ -139,7 +139,7 @@ class LoaderSink(WeightSink):
             elif entries:
                 tensors = [self._twins[entry].tensors[0].data for entry in group.entries]
                 views = Views(tensors[0].untyped_storage(), tensors, ours=False)
-                plan.add_rebind(Rebind(group, views, entries, known_users=group.known_users + 1))
+                plan.add(Rebind(group, views, entries), live.known_users(group))
         plan.copies += [
             (entry, twin.local, entry.copied_because)
             for entry, twin in self._twins.items()
@@ -152,13 +152,15 @@ class LoaderSink(WeightSink):
         plan, began = self._plan, time.perf_counter()
         assert plan is not None, "prepare comes first"
         model = self._live_model()
-        inference = any(tensor.is_inference() for tensor, _, _ in plan.pairs)
+        inference = any(tensor.is_inference() for tensor in plan.tensors)
         with torch.inference_mode(inference), torch.no_grad():
-            plan.give_way(storage_users)
-            for rebind in plan.rebinds:
+            plan.give_way()
+            for rebind in plan.rebinds:  # and the twin gets what was live
                 for entry, before in zip(rebind.group.entries, rebind.group.views().tensors, strict=True):
-                    twin = self._twins[entry].tensors
-                    plan.pairs += [(tensor, before, rebind.views.tensors[entry.index]) for tensor in twin]
+                    twins = self._twins[entry].tensors
+                    plan.tensors += twins
+                    plan.after += [before] * len(twins)
+                    plan.before += [rebind.views.tensors[entry.index]] * len(twins)
             try:
                 plan.run(model)
             except BaseException:
@@ -203,7 +205,7 @@ def _make_twin(model: Any) -> tuple[Any, str | None]:
         return None, f"a {type(model).__name__} is no nn.Module, so its storages are not known"
     try:
         twin = copy.deepcopy(model)
-    except Exception as error:  # whatever the attributes of somebody's model raise
+    except Exception as error:  # noqa: BLE001  the attributes of somebody's model may raise anything
         return None, f"the model cannot be copied: {type(error).__name__}: {error}"
     if not isinstance(twin.load_weights, MethodType) or twin.load_weights.__self__ is not twin:
         return None, "load_weights is not a method of the model's class: a copy of it would load into the live model"

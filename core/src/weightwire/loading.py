@@ -54,9 +54,7 @@ class Plugin:
 
         hooks = self.hooks
         hook = (
-            hooks.weightwire_register_worker_engines
-            if role == "worker"
-            else hooks.weightwire_register_trainer_engines
+            hooks.weightwire_register_worker_engines if role == "worker" else hooks.weightwire_register_trainer_engines
         )
         try:
             hook(register=register)
@@ -147,9 +145,7 @@ def _load(transport: Transport) -> Plugin | Transport:
         major, minor = spec.api_version
         if major != API_VERSION[0] or minor > API_VERSION[1]:
             wanted, held = (".".join(map(str, version)) for version in (spec.api_version, API_VERSION))
-            return _incompatible(
-                transport, f"its plugin is written for API {wanted}, this weightwire has API {held}"
-            )
+            return _incompatible(transport, f"its plugin is written for API {wanted}, this weightwire has API {held}")
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         return _incompatible(transport, str(error), error)

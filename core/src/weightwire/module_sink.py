@@ -13,12 +13,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from weightwire import staging
 from weightwire.errors import TransferAborted, UpdateRefused
 from weightwire.inventory import Entry, Group, Views, check_tensor, reshard, scan
-from weightwire.module_update import Chosen, Plan, Rebind, Update, check_complete
+from weightwire.module_update import Chosen, Plan, Rebind, Repetition, Update, check_complete, repetition
 from weightwire.patching import check_patch, ready_patch
 from weightwire.sink import CommitMode, CommitReport, Patch, Staging, UpdateSpec, WeightSink
-from weightwire.staging import allocate, copy_uncovered, poison, sha256, storage_users, view_like
 
 
 class ModuleSink(WeightSink):
@@ -50,6 +50,7 @@ class ModuleSink(WeightSink):
         self._resolved: tuple[UpdateSpec, dict[str, Chosen]] | None = None
         self._buffers: dict[Entry, torch.Tensor] = {}
         self._update: Update | None = None
+        self._last: Repetition | None = None
         self._damaged: set[Entry] = set()
         self._allocated = 0
 
@@ -66,9 +67,7 @@ class ModuleSink(WeightSink):
         model = self._live_model()
         refuse_frozen(model)
         if not self._inventory.unchanged():
-            self._inventory = scan(model, self._inventory)
-            self._resolved = None
-            self._buffers.clear()
+            self._look_again(model)
         if self._resolved is None or self._resolved[0] != spec:
             full = spec.scope == "full"
             chosen = self._inventory.resolve(spec.metadata, strict=self.strict, cast=self.cast, full=full)
@@ -76,9 +75,19 @@ class ModuleSink(WeightSink):
         chosen = self._resolved[1]
         if self._torn:
             self._refuse_half_repair(chosen)
-        unknown = frozenset() if self.strict else {meta.name for meta in spec.metadata} - chosen.keys()
+        unknown = set() if self.strict else {meta.name for meta in spec.metadata} - chosen.keys()
         self._allocated = 0
         self._update = Update(chosen, frozenset(unknown))
+        if self._last is not None:
+            self._last.offer(self._update)
+        if staging.POISON and self._update.repeated is not None:
+            for rebind in self._update.repeated.rebinds:
+                self._stage(self._update, rebind.group)
+
+    def _look_again(self, model: nn.Module) -> None:
+        self._inventory = scan(model, self._inventory)
+        self._resolved = self._last = None
+        self._buffers.clear()
 
     def _refuse_half_repair(self, chosen: Mapping[str, Chosen]) -> None:
         """Torn weights need an update that brings every parameter, and every buffer that was half written."""
@@ -107,11 +116,16 @@ class ModuleSink(WeightSink):
     def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `WeightSink.load`."""
         update = self._open()
+        landing = update.landing
         with self._inventory.writing():
             for name, tensor in pairs:
                 if self._update is not update:
                     raise TransferAborted("the update was aborted while weights were being loaded")
-                if chosen := update.find(name):
+                target = landing.get(name)
+                if target is not None and target.shape == tensor.shape and target.dtype == tensor.dtype:
+                    update.arrive(name)
+                    target.copy_(tensor)
+                elif chosen := update.find(name):
                     check_tensor(name, chosen[1], tensor)
                     update.arrive(name)
                     self._put(update, name, chosen, tensor)
@@ -119,11 +133,10 @@ class ModuleSink(WeightSink):
     def _put(self, update: Update, name: str, chosen: Chosen, tensor: torch.Tensor) -> None:
         """Copy `tensor` to where commit takes it from, or in place."""
         entry, meta = chosen
-        if name in update.buffers:
-            update.buffers[name].copy_(tensor)
+        if entry.lands(meta):
+            self._target(update, name, chosen).copy_(tensor)
         elif self.staging == "in_place":
             self._write_live()
-            update.in_place += 1
             entry.local.copy_(entry.cut(tensor))
         elif entry.group is not None and entry.dense:
             self._stage(update, entry.group).tensors[entry.index].copy_(tensor)
@@ -136,45 +149,50 @@ class ModuleSink(WeightSink):
         update, found = self._open(), {}
         with _plain():
             for name in names:
-                if chosen := update.find(name):
+                target = update.landing.get(name)
+                if target is not None:
+                    found[name] = target
+                elif chosen := update.find(name):
+                    if name in update.came:
+                        raise UpdateRefused(f"{name!r} has come already in this update", parameter=name)
                     found[name] = self._target(update, name, chosen)
         return found
 
     def _target(self, update: Update, name: str, chosen: Chosen) -> torch.Tensor:
         entry, meta = chosen
-        if entry.group is None or not entry.direct or meta.dtype != entry.tensors[0].dtype:
-            return self._buffer(update, name, entry, meta.dtype, torch.Size(meta.shape))
-        if self.staging == "in_place":
+        group = entry.group
+        if group is None or not entry.lands(meta):
+            target = self._buffer(update, name, entry, meta.dtype, torch.Size(meta.shape))
+        elif self.staging == "in_place":
             self._write_live()
-            update.exposed.add(entry.group)
-            return entry.group.views().tensors[entry.index]
-        return self._stage(update, entry.group).tensors[entry.index]
+            update.exposed.add(group)
+            target = group.views().tensors[entry.index]
+        else:
+            target = self._stage(update, group).tensors[entry.index]
+        update.landing[name] = target
+        return target
 
     def received(self, names: Iterable[str]) -> None:
         """See `WeightSink.received`."""
         update = self._open()
         for name in names:
-            if chosen := update.find(name):
+            if update.find(name):
                 update.arrive(name)
-                if self.staging == "in_place" and name not in update.buffers:
-                    update.in_place += 1
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `WeightSink.adopt`."""
         update = self._open()
-        for name, tensor in tensors.items():
-            if (chosen := update.find(name)) is None:
-                continue
-            entry, meta = chosen
-            check_tensor(name, meta, tensor)
-            if not tensor.is_contiguous():
-                raise UpdateRefused(f"{name!r} is to be adopted and is not contiguous", parameter=name)
-            update.arrive(name)
-            if self._adoptable(entry, tensor):
-                update.adopted[name] = tensor.detach()
-            else:
-                with self._inventory.writing():
-                    self._put(update, name, chosen, tensor)
+        with self._inventory.writing():
+            for name, tensor in tensors.items():
+                if chosen := update.find(name):
+                    check_tensor(name, chosen[1], tensor)
+                    if not tensor.is_contiguous():
+                        raise UpdateRefused(f"{name!r} is to be adopted and is not contiguous", parameter=name)
+                    update.arrive(name)
+                    if self._adoptable(chosen[0], tensor):
+                        update.adopted[name] = tensor.detach()
+                    else:
+                        self._put(update, name, chosen, tensor)
 
     def _adoptable(self, entry: Entry, tensor: torch.Tensor) -> bool:
         live, group = entry.tensors[0], entry.group
@@ -204,7 +222,7 @@ class ModuleSink(WeightSink):
         views = update.staged.get(group)
         if views is None:
             views = group.spare or self._new_views(group)
-            poison(views.storage)
+            staging.poison(views.storage)
             group.spare = update.staged[group] = views
         return views
 
@@ -212,25 +230,22 @@ class ModuleSink(WeightSink):
         live = group.views().tensors
         # An adopted storage holds others' tensors too: this one alone gets a storage of its own.
         size, offset = (live[0].nbytes, 0) if group.adopted else (group.storage.nbytes(), None)
-        storage = allocate(size, group.storage.device)
+        storage = staging.allocate(size, group.storage.device)
         self._allocated += size
-        return Views(storage, [view_like(tensor, storage, offset=offset) for tensor in live], ours=True)
+        return Views(storage, [staging.view_like(tensor, storage, offset=offset) for tensor in live], ours=True)
 
-    def _buffer(
-        self, update: Update, name: str, entry: Entry, dtype: torch.dtype, shape: torch.Size
-    ) -> torch.Tensor:
+    def _buffer(self, update: Update, name: str, entry: Entry, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         """Memory for a tensor that cannot come straight to its place; kept for the next update."""
         buffer = self._buffers.get(entry)
-        if name not in update.buffers and (buffer is None or buffer.dtype != dtype or buffer.shape != shape):
+        if buffer is None or buffer.dtype != dtype or buffer.shape != shape:
             size = shape.numel() * dtype.itemsize
-            storage = allocate(size, entry.tensors[0].device)
+            storage = staging.allocate(size, entry.tensors[0].device)
             self._allocated += size
             empty = torch.empty(0, dtype=dtype, device=storage.device)
-            buffer = self._buffers[entry] = empty.set_(storage, 0, shape)
-        if name not in update.buffers:
-            poison(buffer.untyped_storage())
-            update.buffers[name] = buffer
-        return update.buffers[name]
+            buffer = self._buffers[entry] = empty.set_(storage).view(shape)
+        staging.poison(buffer.untyped_storage())
+        update.buffers[name] = buffer
+        return buffer
 
     # Closing an update
 
@@ -240,13 +255,16 @@ class ModuleSink(WeightSink):
         check_complete(update.chosen, update.came)
         for patch in update.patches.values():
             check_patch(patch, update.chosen[patch.name][0], cast=self.cast)
+        if update.repeated is not None and update.straight:
+            update.plan = update.repeated
+            return
         plan = Plan()
         with _plain():
-            self._plan_staged(update, plan)
+            if self.staging == "staged":
+                self._plan_staged(update, plan)
             self._plan_adopted(update, plan)
             self._plan_buffers(update, plan)
             self._plan_patches(update, plan)
-            self._count_users(plan)
         update.plan = plan
 
     def _plan_staged(self, update: Update, plan: Plan) -> None:
@@ -254,41 +272,42 @@ class ModuleSink(WeightSink):
         written: dict[Group, list[str]] = {}
         for name in update.filled():
             group = update.chosen[name][0].group
-            if group is not None and self.staging == "staged":
+            if group is not None:
                 written.setdefault(group, []).append(name)
         for group, names in written.items():
             views, reason = self._stage(update, group), self._copied_because(group)
-            chosen = [(update.chosen[name][0], update.buffers.get(name)) for name in names]
+            entries = [update.chosen[name][0] for name in names]
             if reason is None and not group.adopted:
-                straight = [views.tensors[entry.index] for entry, buffer in chosen if buffer is None]
-                copy_uncovered(group.storage, views.storage, straight)
-            for entry, buffer in chosen:
-                if buffer is not None:
-                    views.tensors[entry.index].copy_(buffer)
-            entries = [entry for entry, _ in chosen]
+                unbuffered = [entry for entry, name in zip(entries, names, strict=True) if name not in update.buffers]
+                covered = [views.tensors[entry.index] for entry in unbuffered]
+                plan.partial |= staging.copy_uncovered(group.storage, views.storage, covered)
+            for entry, name in zip(entries, names, strict=True):
+                if name in update.buffers:
+                    views.tensors[entry.index].copy_(update.buffers[name])
             if reason is None:
-                plan.add_rebind(Rebind(group, views, entries))
+                plan.add(Rebind(group, views, entries), self._inventory.known_users(group))
             else:
                 plan.copies += [(entry, views.tensors[entry.index], reason) for entry in entries]
 
     def _plan_adopted(self, update: Update, plan: Plan) -> None:
         for name, tensor in update.adopted.items():
-            entry = update.chosen[name][0]
-            assert entry.group is not None
-            view = view_like(entry.tensors[0], tensor.untyped_storage(), offset=tensor.storage_offset())
-            views = Views(tensor.untyped_storage(), [view], ours=False)
-            plan.add_rebind(Rebind(entry.group, views, [entry], adopted=True))
+            entry, storage = update.chosen[name][0], tensor.untyped_storage()
+            group = entry.group
+            assert group is not None
+            view = staging.view_like(entry.tensors[0], storage, offset=int(tensor.storage_offset()))
+            rebind = Rebind(group, Views(storage, [view], ours=False), [entry], adopted=True)
+            plan.add(rebind, self._inventory.known_users(group))
 
     def _plan_buffers(self, update: Update, plan: Plan) -> None:
         """Buffers that no staged storage has taken are copied into live memory."""
         for name in update.filled():
             entry, _ = update.chosen[name]
             if name in update.buffers and (entry.group is None or self.staging == "in_place"):
-                reason = entry.copied_because or "received beside a strided or cast parameter"
+                reason = entry.copied_because or "strided or cast in place"
                 plan.copies.append((entry, update.buffers[name], reason))
 
     def _plan_patches(self, update: Update, plan: Plan) -> None:
-        """Patches go into live memory at commit, except where it is about to be replaced by what is staged."""
+        """Patches go into live memory at commit, except where that is about to be replaced by what is staged."""
         replaced = {rebind.group: rebind.views for rebind in plan.rebinds}
         for name, patch in update.patches.items():
             entry = update.chosen[name][0]
@@ -297,37 +316,31 @@ class ModuleSink(WeightSink):
             else:
                 plan.patches.append(ready_patch(patch, entry, entry.local))
 
-    def _count_users(self, plan: Plan) -> None:
-        shared = self._inventory.known_users()
-        for rebind in plan.rebinds:
-            group = rebind.group
-            users = shared[group.storage._cdata] if group.adopted else group.known_users
-            rebind.known_users = users + 1  # our handle on the storage
-
     def commit(self) -> CommitReport:
         """See `WeightSink.commit`."""
         update, began = self._update, time.perf_counter()
-        assert update is not None and update.plan is not None, "prepare comes first"
-        plan = update.plan
-        with self._inventory.writing():
-            plan.give_way(storage_users)
+        assert update is not None, "begin comes first"
+        assert update.plan is not None, "prepare comes first"
+        plan, inventory = update.plan, self._inventory
+        with inventory.writing():
+            plan.give_way()
             try:
                 plan.run(self._live_model())
             except BaseException:
                 if plan.half_copied:
                     self._tear(update)
                 raise
-        for rebind in plan.rebinds:
-            rebind.done()
+        plan.settle()
+        inventory.rebound(plan.tensors, plan.after)
+        self._last = repetition(update, plan, self._last)
         self._update, self._dirty, self._torn = None, False, False
         self._damaged.clear()
-        report = plan.report(began)
-        return replace(
-            report, patched=len(update.patches), in_place=update.in_place, allocated_bytes=self._allocated
-        )
+        done, patched = plan.report(began), len(update.patches)
+        in_place = len(update.came) - patched - done.copied - done.adopted if self.staging == "in_place" else 0
+        return replace(done, patched=patched, in_place=in_place, allocated_bytes=self._allocated)
 
     def abort(self, *, retire: bool = False) -> None:
-        """See `WeightSink.abort`. Retiring live memory that in_place gave out needs a rebind: not with `commit="copy"`."""
+        """See `WeightSink.abort`. In place, retiring rebinds what was given out, except with `commit="copy"`."""
         update, self._update = self._update, None
         if update is None:
             return
@@ -335,29 +348,30 @@ class ModuleSink(WeightSink):
             self._tear(update)
         self._dirty = False
         if retire:
-            for group in update.staged:
+            repeated = update.repeated.rebinds if update.repeated is not None else []
+            for group in (*update.staged, *(rebind.group for rebind in repeated)):
                 group.spare = None
             for name in update.buffers:
                 self._buffers.pop(update.chosen[name][0], None)
             for group in update.exposed:
                 self._move(group)
+            self._last = None
 
     def _tear(self, update: Update) -> None:
         self._torn = True
         self._damaged.update(entry for entry, _ in update.chosen.values())
 
     def _move(self, group: Group) -> None:
-        """Rebind `group` to a fresh copy of its live storage, which somebody may still write into."""
+        """Rebind `group` to a fresh copy of its live storage, into which somebody may still write."""
         if self._copied_because(group) is None:
             with _plain():
-                views = self._new_views(group)
+                plan, views = Plan(), self._new_views(group)
                 for old, new in zip(group.views().tensors, views.tensors, strict=True):
                     new.copy_(old)
-                rebind = Rebind(group, views, [])
-                for tensor, after, _ in rebind.pairs():
-                    tensor.data = after
-                rebind.done()
-                group.spare = None
+                plan.add(Rebind(group, views, []), 0)
+                plan.run(self._live_model())
+                plan.settle()
+                group.spare, self._inventory.bound = None, None
 
     # Looking at the live weights
 
@@ -369,9 +383,9 @@ class ModuleSink(WeightSink):
     def reset(self) -> None:
         """See `WeightSink.reset`."""
         assert self._update is None, "no update is open while weights are reset"
-        reshard(self._live_model())
-        self._inventory = scan(self._live_model(), self._inventory)
-        self._resolved = None
+        model = self._live_model()
+        reshard(model)
+        self._look_again(model)
         self._inventory.zero()
         self._torn = True
 
@@ -392,6 +406,6 @@ def refuse_frozen(model: nn.Module) -> None:
     config = sys.modules.get("torch._inductor.config")
     if getattr(config, "freezing", False):
         raise UpdateRefused(
-            f"torch._inductor.config.freezing is on, so a compiled {type(model).__name__} keeps its old weights "
+            f"torch._inductor.config.freezing is on, so a compiled {type(model).__name__} would keep its old weights "
             "whatever is pushed: compile with freezing off"
         )

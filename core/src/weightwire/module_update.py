@@ -1,10 +1,10 @@
-"""One open update of a `ModuleSink`: what is to come, what has come, and what commit will do with it."""
+"""One open update of a sink: what is to come, what has come, and what commit will do with it."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -15,10 +15,9 @@ from weightwire.inventory import Entry, Group, Views, reshard
 from weightwire.layout import ParamMeta
 from weightwire.patching import ReadyPatch
 from weightwire.sink import CommitReport, Patch
+from weightwire.staging import count_users
 
 Chosen = tuple[Entry, ParamMeta]
-Pair = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""A tensor object of the model, its new memory, its old memory."""
 
 
 @dataclass(eq=False, slots=True)
@@ -28,20 +27,23 @@ class Update:
     Attributes:
         chosen: Where each name goes.
         ignored: Names of the update that the model lacks and the sink ignores.
+        landing: What `targets` gives out: contiguous, of full shape and the dtype of the wire.
+        buffers: Those received into memory of their own, since they are cast, strided or cut on their way.
         staged: The storage that stands in for each group's live one.
-        buffers: Tensors received into memory of their own, since they are cast, strided or cut on their way.
         exposed: Groups whose live storage was given out.
+        repeated: The plan of the update before, if this one can only be its repetition with the storages exchanged.
     """
 
     chosen: dict[str, Chosen]
-    ignored: frozenset[str]
+    ignored: frozenset[str] = frozenset()
     came: set[str] = field(default_factory=set)
-    staged: dict[Group, Views] = field(default_factory=dict)
+    landing: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    staged: dict[Group, Views] = field(default_factory=dict)
     adopted: dict[str, torch.Tensor] = field(default_factory=dict)
     patches: dict[str, Patch] = field(default_factory=dict)
     exposed: set[Group] = field(default_factory=set)
-    in_place: int = 0
+    repeated: Plan | None = None
     plan: Plan | None = None
 
     def find(self, name: str) -> Chosen | None:
@@ -69,6 +71,11 @@ class Update:
         """The names whose whole tensors were copied or received into our memory."""
         return (name for name in self.chosen if name not in self.adopted and name not in self.patches)
 
+    @property
+    def straight(self) -> bool:
+        """Whether every name has landed where commit takes it from."""
+        return len(self.landing) == len(self.chosen) and not (self.buffers or self.adopted or self.patches)
+
 
 def check_complete(expected: Collection[str], came: Collection[str]) -> None:
     """Compare what came with what was to come.
@@ -90,53 +97,72 @@ class Rebind:
     views: Views
     written: list[Entry]
     adopted: bool = False
-    known_users: int = 0
-
-    def pairs(self) -> Iterator[Pair]:
-        """Every tensor object of the group, new and old."""
-        old = self.group.views().tensors
-        for entry, after, before in zip(self.group.entries, self.views.tensors, old, strict=True):
-            for tensor in entry.tensors:
-                yield tensor, after, before
-
-    def done(self) -> None:
-        """Note that it has happened: what was live is received into next time, if a sink allocated it."""
-        group, before = self.group, self.group.views()
-        group.live, group.storage, group.adopted = self.views, self.views.storage, self.adopted
-        group.spare = before if before.ours and not self.adopted else None
 
 
 @dataclass(eq=False, slots=True)
 class Plan:
-    """What commit does, worked out by prepare so that readers wait for O(parameters) and nothing else."""
+    """What commit does, worked out by prepare so that readers wait for O(parameters) and nothing else.
 
+    The lists from `tensors` to `before` run in parallel, so do those from `rebinds` to `known`.
+
+    Attributes:
+        tensors: The objects to rebind.
+        after: Their new memory.
+        before: Their old memory.
+        rebinds: The groups these belong to.
+        live: Handle of each group's live storage.
+        known: How many references to it are accounted for.
+        copies: Entry, source, and why it is not rebound.
+        partial: Some storage was completed from the live one.
+        half_copied: An error left some of the copies done.
+    """
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    after: list[torch.Tensor] = field(default_factory=list)
+    before: list[torch.Tensor] = field(default_factory=list)
     rebinds: list[Rebind] = field(default_factory=list)
-    pairs: list[Pair] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
     copies: list[tuple[Entry, torch.Tensor, str]] = field(default_factory=list)
     patches: list[ReadyPatch] = field(default_factory=list)
+    partial: bool = False
     half_copied: bool = False
 
-    def add_rebind(self, rebind: Rebind) -> None:
-        """Rebind this group too."""
+    def add(self, rebind: Rebind, known_users: int) -> None:
+        """Rebind a group, of whose live storage `known_users` tensors are accounted for."""
+        self._bind(rebind)
         self.rebinds.append(rebind)
-        self.pairs += rebind.pairs()
+        self.live.append(rebind.group.storage._cdata)
+        self.known.append(known_users + 1)  # the handle in the group
 
-    def give_way(self, users: Callable[[torch.UntypedStorage], int]) -> None:
+    def _bind(self, rebind: Rebind) -> None:
+        old = rebind.group.views().tensors
+        for entry, after, before in zip(rebind.group.entries, rebind.views.tensors, old, strict=True):
+            self.tensors += entry.tensors
+            self.after += [after] * len(entry.tensors)
+            self.before += [before] * len(entry.tensors)
+
+    def give_way(self) -> None:
         """Copy, instead of rebinding, the groups whose live storage has other users than the known ones."""
-        held = {rebind for rebind in self.rebinds if users(rebind.group.storage) > rebind.known_users}
-        if held:
-            self.rebinds = [rebind for rebind in self.rebinds if rebind not in held]
-            self.pairs = [pair for rebind in self.rebinds for pair in rebind.pairs()]
-            for rebind in held:
-                sources = [(entry, rebind.views.tensors[entry.index]) for entry in rebind.written]
-                self.copies += [(entry, source, "views held elsewhere") for entry, source in sources]
+        counts = count_users(self.live)
+        if all(map(int.__le__, counts, self.known)):
+            return
+        held = [users > known for users, known in zip(counts, self.known, strict=True)]
+        everything = list(zip(self.rebinds, held, strict=True))
+        self.tensors, self.after, self.before = [], [], []
+        self.rebinds = [rebind for rebind, is_held in everything if not is_held]
+        for rebind in self.rebinds:
+            self._bind(rebind)
+        for rebind in (rebind for rebind, is_held in everything if is_held):
+            sources = [(entry, rebind.views.tensors[entry.index]) for entry in rebind.written]
+            self.copies += [(entry, source, "views held elsewhere") for entry, source in sources]
 
     def run(self, model: nn.Module) -> None:
         """Patch, rebind, copy. An error undoes the first two; once copies have begun it leaves `half_copied`."""
         try:
             for patch in self.patches:
                 patch.apply()
-            for tensor, after, _ in self.pairs:
+            for tensor, after in zip(self.tensors, self.after, strict=True):
                 tensor.data = after
             if any(entry.picks is not None for entry, _, _ in self.copies):
                 reshard(model)
@@ -145,14 +171,27 @@ class Plan:
                 local.copy_(source if source.shape == local.shape else entry.cut(source))
             self.half_copied = False
         except BaseException:
-            self._undo()
+            for tensor, before in zip(self.tensors, self.before, strict=True):
+                tensor.data = before
+            for patch in reversed(self.patches):
+                patch.undo()
             raise
 
-    def _undo(self) -> None:
-        for tensor, _, before in self.pairs:
-            tensor.data = before
-        for patch in reversed(self.patches):
-            patch.undo()
+    def settle(self) -> None:
+        """Note that it has run: what was live is received into next time, if a sink allocated it."""
+        for rebind in self.rebinds:
+            group, views, before = rebind.group, rebind.views, rebind.group.live
+            assert before is not None
+            group.live, group.storage, group.adopted = views, views.storage, rebind.adopted
+            group.spare = before if before.ours and not rebind.adopted else None
+
+    def turn(self) -> None:
+        """After `settle`: become the plan that rebinds everything to what was live before."""
+        for rebind in self.rebinds:
+            assert rebind.group.spare is not None
+            rebind.views = rebind.group.spare
+        self.after, self.before = self.before, self.after
+        self.live = [rebind.group.storage._cdata for rebind in self.rebinds]
 
     def report(self, began: float) -> CommitReport:
         """What was done since `began`, by `time.perf_counter`."""
@@ -163,3 +202,38 @@ class Plan:
             adopted=sum(rebind.adopted for rebind in self.rebinds),
             copied_because=Counter(reason for _, _, reason in self.copies),
         )
+
+
+@dataclass(eq=False, slots=True)
+class Repetition:
+    """What an update takes over from the two before it when all bring the same: their storages just change places.
+
+    Attributes:
+        chosen: What they bring.
+        plan: The last one's; None where not all that was live before may be received into.
+        landing: Where the last one landed, live now.
+        before: Where the one before landed, received into next.
+    """
+
+    chosen: dict[str, Chosen]
+    plan: Plan | None
+    landing: dict[str, torch.Tensor]
+    before: dict[str, torch.Tensor] | None
+    turned: bool = False
+
+    def offer(self, update: Update) -> None:
+        """Give `update` its plan and its landing, if it is a repetition."""
+        if self.chosen is update.chosen and self.before is not None and self.plan is not None:
+            if not self.turned:
+                self.plan.turn()
+                self.turned = True
+            update.repeated, update.landing = self.plan, self.before
+
+
+def repetition(update: Update, plan: Plan, last: Repetition | None) -> Repetition | None:
+    """What the update after `update`, which has just been committed by `plan`, may take over."""
+    if not update.straight or not plan.rebinds or plan.copies or plan.partial:
+        return None
+    ours = all(rebind.group.spare is not None for rebind in plan.rebinds)
+    before = last.landing if last is not None and last.chosen is update.chosen else None
+    return Repetition(update.chosen, plan if ours else None, update.landing, before)

@@ -66,8 +66,8 @@ def plan_chunks(
 ) -> list[Chunk]:
     """Cut a round into chunks, in the one order in which every rank walks them.
 
-    That order is the order in which a walk over the metadata completes them: a parameter of its own at once, a pack
-    when the next small parameter of its sender does not fit any more, or at the end.
+    That order is the order in which a walk over the metadata completes them: by the place of their last parameter.
+    A pack takes the small parameters of its sender as they come, until the next one does not fit.
 
     Args:
         metadata: Every parameter.
@@ -98,7 +98,7 @@ def plan_chunks(
         filling.setdefault(sender, []).append(ChunkItem(index, offset, meta.nbytes))
     for sender in sorted(filling):
         flush(sender)
-    return chunks
+    return sorted(chunks, key=lambda chunk: chunk.items[-1].index)
 
 
 def plan_digest(chunks: Sequence[Chunk]) -> str:

@@ -86,9 +86,7 @@ def ready_patch(patch: Patch, entry: Entry, target: torch.Tensor) -> ReadyPatch:
     return ReadyPatch(memory, offsets, values)
 
 
-def _offsets(
-    positions: torch.Tensor, entry: Entry, target: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _offsets(positions: torch.Tensor, entry: Entry, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where in the memory of `target` the positions lie, and a mask of those that lie there at all."""
     shape = entry.tensors[0].shape
     picks = entry.picks or tuple(slice(0, size) for size in shape)

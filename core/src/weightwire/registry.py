@@ -77,9 +77,7 @@ class _Table:
         allowed = [one for one in found if one.state != "disabled"] or list(found[:1])
         if len(allowed) > 1:
             modules = [cls.__module__ for cls in type(init_info).__mro__]
-            own = [
-                one for one in allowed if any(f"{name}.".startswith(f"{one.package}.") for name in modules)
-            ]
+            own = [one for one in allowed if any(f"{name}.".startswith(f"{one.package}.") for name in modules)]
             if len(own) != 1:
                 name = backend.rpartition(":")[2]
                 raise discovery.conflict(allowed[0], name, allowed).error()
@@ -234,8 +232,6 @@ def _init_arguments(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple
     names = ("init_info",) if len(positional) + len(named) == 1 else ("backend", "config", "init_info")
     given = dict(zip(names, positional, strict=False)) | named
     if len(given) != len(positional) + len(named) or sorted(given) != sorted(names):
-        raise TypeError(
-            "trainer_init takes (init_info) or (backend, config, init_info), then client= and source="
-        )
+        raise TypeError("trainer_init takes (init_info) or (backend, config, init_info), then client= and source=")
     init_info = given["init_info"]
     return given.get("backend") or init_info.backend, init_info

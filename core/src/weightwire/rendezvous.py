@@ -37,14 +37,13 @@ from weightwire.deadline import Deadline
 from weightwire.endpoint import WRONG_ADDRESS, connect, listen
 from weightwire.errors import (
     MessageError,
-    PayloadTooLarge,
     PeerLost,
     PeerStalled,
     WeightwireError,
     describe,
     error_from_json,
 )
-from weightwire.exchange import JSON, Outcome, RankError, member_label
+from weightwire.exchange import JSON, Outcome, RankError, member_label, posting
 from weightwire.frames import Frame, decode, encode
 from weightwire.hub import Hub
 from weightwire.loop import Connection, Loop
@@ -89,6 +88,7 @@ class Rendezvous:
         self._host_pid = 0
         self._peer_timeout = 0.0
         self._tries = 0.0
+        self._stores: list[RendezvousStore] = []
         self._loop = Loop(f"weightwire-rendezvous-{rank}", broken=self._broken)
         self._hub: Hub | None = None
         self._say: Callable[[bytes], object]
@@ -202,7 +202,7 @@ class Rendezvous:
 
     @property
     def closed(self) -> bool:
-        """Whether the host ended the epoch in good order: the link is down, and nothing went wrong."""
+        """Whether the host ended the epoch in good order: a member's link is down, and nothing went wrong."""
         return self._mailbox.closed
 
     def label(self, rank: int | None = None) -> str:
@@ -242,24 +242,17 @@ class Rendezvous:
                 own failure.
             OrderError: `close` was called here.
         """
-        content = {"agree": dict(agree or {}), "payload": payload, "gather": gather, "waits": True}
-        request, error = self._envelope(phase, error, content)
+        self._phase = phase
+        request, error = posting(phase, agree=agree or {}, payload=payload, error=error, gather=gather, waits=True)
         regret = {"type": "give_up", "id": phase, "phase": phase}
         what = f"exchange {phase!r}"
         reply = self._mailbox.ask(phase, request, regret=regret, deadline=deadline, what=what)
         return Outcome.from_frame(reply, phase=phase, trainers=self.trainers, own=error)
 
-    def post(
-        self,
-        phase: str,
-        *,
-        agree: Mapping[str, JSON] | None = None,
-        payload: JSON = None,
-        error: WeightwireError | None = None,
-    ) -> None:
-        """Take part in an exchange as the others wait for it, without waiting for its outcome; see `exchange`."""
-        content = {"agree": dict(agree or {}), "payload": payload, "gather": False, "waits": False}
-        self._post(self._envelope(phase, error, content)[0])
+    def post(self, phase: str, *, payload: JSON = None) -> None:
+        """Take part in an exchange that the others wait for, without waiting for its outcome."""
+        self._phase = phase
+        self._post(posting(phase, agree={}, payload=payload, error=None, gather=False, waits=False)[0])
 
     def fail(self, error: WeightwireError) -> None:
         """Declare the epoch dead: everybody who waits raises `error` in its own words, with this member's name.
@@ -290,7 +283,10 @@ class Rendezvous:
         """
         from weightwire.store import RendezvousStore
 
-        return RendezvousStore(self._ask_store, prefix=prefix, deadline=deadline, ranks=ranks)
+        store = RendezvousStore(self._ask_store, prefix=prefix, deadline=deadline, ranks=ranks)
+        # torch's C++ keeps only its own half of a store written in Python.
+        self._stores.append(store)
+        return store
 
     def close(self) -> None:
         """Leave in good order; the host ends the epoch for all. Takes less than 1 s, and may be called again."""
@@ -308,17 +304,6 @@ class Rendezvous:
         connection.send(hello)
         self._loop.start()
         self._mailbox.wait_opened(deadline, f"joining trainer rank 0 at {self.address}:{self.port}")
-
-    def _envelope(
-        self, phase: str, error: WeightwireError | None, content: Frame
-    ) -> tuple[bytes, WeightwireError | None]:
-        self._phase = phase
-        head = {"type": "post", "id": phase, "phase": phase}
-        try:
-            return encode({**head, **content, "error": error and error.to_json()}), error
-        except PayloadTooLarge as too_large:
-            error = error or PayloadTooLarge(f"{phase}: {too_large.message}", rank=self.label())
-            return encode({**head, **content, "agree": {}, "payload": None, "error": error.to_json()}), error
 
     def _ask_store(self, request: Frame, deadline: Deadline, what: str, limit: float | None) -> JSON:
         number = next(self._numbers)
@@ -345,10 +330,9 @@ class Rendezvous:
                 self._mailbox.die(error_from_json(frame["error"]))
             case "failed":
                 self._mailbox.die(error_from_json(frame["error"]), rank=frame["rank"])
-            case "closed":
+            case "closed" if not self.is_host:
                 self._mailbox.die(PeerLost("the trainer closed this epoch"), closed=True)
-                if not self.is_host:
-                    self._leave()
+                self._leave()
 
     def _enter(self, welcome: Frame) -> None:
         self.trainers, self.workers = welcome["trainers"], welcome["workers"]

@@ -14,12 +14,8 @@ from itertools import zip_longest
 
 Release = tuple[int, ...]
 
-_REQUIREMENT = re.compile(
-    r"\s*(?P<name>[\w.-]+)\s*(\[[^]]*\])?\s*\(?(?P<specifiers>[^;@)]*)\)?\s*(?P<marker>;.*)?"
-)
-_SPECIFIER = re.compile(
-    r"\s*(?P<operator>~=|==|!=|<=|>=|<|>)\s*v?(?P<release>\d+(\.\d+)*)(?P<wildcard>\.\*)?\s*"
-)
+_REQUIREMENT = re.compile(r"\s*(?P<name>[\w.-]+)\s*(\[[^]]*\])?\s*\(?(?P<specifiers>[^;@)]*)\)?\s*(?P<marker>;.*)?")
+_SPECIFIER = re.compile(r"\s*(?P<operator>~=|==|!=|<=|>=|<|>)\s*v?(?P<release>\d+(\.\d+)*)(?P<wildcard>\.\*)?\s*")
 _COMPARE: Mapping[str, Callable[[Release, Release], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,

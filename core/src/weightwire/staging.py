@@ -66,22 +66,32 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def copy_uncovered(
-    source: torch.UntypedStorage, target: torch.UntypedStorage, covered: Iterable[torch.Tensor]
-) -> None:
-    """Copy every byte of `source` to `target`, of equal size, except where dense views `covered` of `target` lie."""
-    reached, end = 0, source.nbytes()
-    starts = sorted((view.storage_offset() * view.itemsize, view.nbytes) for view in covered)
+def copy_uncovered(source: torch.UntypedStorage, target: torch.UntypedStorage, covered: Iterable[torch.Tensor]) -> bool:
+    """Copy every byte of `source` to `target`, of equal size, except where dense views `covered` of `target` lie.
+
+    Returns:
+        Whether there was any.
+    """
+    views = list(covered)
+    if len(views) == 1 and views[0].nbytes == source.nbytes():
+        return False
+    reached, end, copied = 0, source.nbytes(), False
+    starts = sorted((int(view.storage_offset()) * view.itemsize, view.nbytes) for view in views)
     for start, size in (*starts, (end, 0)):
         if start > reached:
             storage_bytes(target)[reached:start].copy_(storage_bytes(source)[reached:start])
+            copied = True
         reached = max(reached, start + size)
+    return copied
 
 
-def storage_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors and storage objects refer to `storage` now; 0 where torch does not say (private API)."""
+def count_users(handles: Iterable[int]) -> list[int]:
+    """How many tensors and storage objects refer to each storage, given by `storage._cdata`.
+
+    The count is private API of torch; where it is missing the answer is 0, and held views are not noticed.
+    """
     count = getattr(torch._C, "_storage_Use_Count", None)
-    return 0 if count is None else int(count(storage._cdata))
+    return [0] * len(list(handles)) if count is None else list(map(count, handles))
 
 
 def sha256(tensor: torch.Tensor) -> str:

@@ -24,7 +24,7 @@ class Ask(Protocol):
 
 
 class RendezvousStore(Store):
-    """Made by `Rendezvous.store`. Keep a reference for as long as a process group that was made with it.
+    """Made by `Rendezvous.store`, which keeps it for as long as itself.
 
     Values are bytes; text is taken as UTF-8. A method raises what `Rendezvous.exchange` raises, except that a wait
     which is not over in time does not end the epoch.

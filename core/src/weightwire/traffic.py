@@ -6,6 +6,7 @@ closes, or when nothing has moved for the stall limit.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from weightwire import faults
 from weightwire.deadline import Deadline
-from weightwire.errors import PeerLost, PeerStalled, TransferError
+from weightwire.errors import PeerLost, PeerStalled, TransferError, WeightwireError
 from weightwire.liveness import Liveness
 
 _SLICE = 0.02
@@ -30,6 +31,7 @@ class Flow:
 
     Attributes:
         peer: Its rank.
+        patience: Seconds without a piece, while one is waited for, after which the peer is said to have stopped.
         pending: Operation, piece and whatever else must live until the piece has moved.
         posted: Number of the last piece started.
         moved: Number of the last piece that moved.
@@ -38,11 +40,17 @@ class Flow:
     """
 
     peer: int
+    patience: float
     pending: deque[tuple[Any, Tensor, object]] = field(default_factory=deque)
     posted: int = 0
     moved: int = 0
     moved_at: float = 0.0
     error: TransferError | None = None
+
+    def check(self) -> None:
+        """Raise `error`, if there is one."""
+        if self.error is not None:
+            raise _fresh(self.error)
 
 
 class Traffic:
@@ -54,7 +62,6 @@ class Traffic:
         settled: Waits up to some seconds for an operation to end; returns whether it has.
         labels: Every rank in words.
         rank: This process.
-        stall_limit: Seconds without a piece, while one is waited for, after which a peer has stopped.
     """
 
     def __init__(
@@ -65,17 +72,20 @@ class Traffic:
         *,
         labels: Sequence[str],
         rank: int,
-        stall_limit: float,
     ) -> None:
         self.flows = flows
-        self.error: BaseException | None = None
+        self.error: WeightwireError | None = None
         self.lock = threading.RLock()
         self.round_is_new = False
         self._liveness = liveness
         self._settled = settled
         self._labels = labels
         self._where = labels[rank]
-        self._stall_limit = stall_limit
+
+    def check(self) -> None:
+        """Raise what ended all traffic, if something did."""
+        if self.error is not None:
+            raise _fresh(self.error)
 
     def post(self, flow: Flow, work: Any, piece: Tensor, keep: object) -> None:
         """Take an operation that was just started; called under `lock`."""
@@ -114,15 +124,15 @@ class Traffic:
             while self.advance(flow) < mark:
                 if flow.error is not None:
                     return False
-                if self.error is not None:
-                    raise self.error
+                self.check()
                 deadline.check(f"the transfer with {self._labels[flow.peer]}")
                 with self.lock:
                     oldest = flow.pending[0][0] if flow.pending else None
                 if oldest is not None and not self._settled(oldest, _SLICE):
                     self._watch(flow, began)
         except BaseException as error:
-            self.error = self.error or error
+            words = f"an earlier transfer failed, {type(error).__name__}: {error}"
+            self.error = self.error or TransferError(words, rank=self._where)
             raise
         return True
 
@@ -131,12 +141,12 @@ class Traffic:
         idle = time.monotonic() - max(flow.moved_at, began)
         if (failure := self._liveness.failure(flow.peer)) is not None:
             flow.error = failure
-        elif idle > self._stall_limit:
+        elif idle > flow.patience:
             flow.error = PeerStalled(
                 f"{self._labels[flow.peer]} is there and has not moved a byte for {idle:.1f} s", rank=self._where
             )
 
-    def stop(self, error: BaseException) -> list[tuple[Any, Tensor, object]]:
+    def stop(self, error: WeightwireError) -> list[tuple[Any, Tensor, object]]:
         """End all waits with `error`, unless something ended them before; returns what is under way."""
         with self.lock:
             self.error = self.error or error
@@ -157,5 +167,9 @@ def explain(
         stalled = any(word in str(error).lower() for word in ("timed out", "timeout"))
         kind, what = (PeerStalled, "stopped moving") if stalled else (PeerLost, "was lost")
         failure = kind(f"{names} {what}: {error}", rank=where)
-    failure.__cause__ = error
     return failure
+
+
+def _fresh(error: WeightwireError) -> WeightwireError:
+    # What is kept is never raised itself: its traceback would hold on to buffers.
+    return copy.copy(error)

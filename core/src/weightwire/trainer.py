@@ -360,8 +360,10 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
             except _LinkWasLost as lost:
                 if opened:
                     raise lost.error from lost.error.__cause__
-            self._reopen(deadline)
-            return self._send(weight_version, deadline, reinitialised=True)
+            # The first link's failure has cancelled the first deadline; what was left of the time is left.
+            again = Deadline(deadline.remaining(), what="send_weights")
+            self._reopen(again)
+            return self._send(weight_version, again, reinitialised=True)
 
     @contextmanager
     def _paused(self, mode: PauseMode | None, deadline: Deadline) -> Iterator[None]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from weightwire import discovery
 from weightwire_cli.bench import main, parse_size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from weightwire.layout import ParamMeta
 from weightwire.registry import WeightTransferTrainerFactory
 from weightwire.source import ModuleSource, WeightSource
+from weightwire.testing.pool import held_socket
 from weightwire_nccl import NCCLTrainerInitInfo
 
 State = dict[str, Any]
@@ -48,7 +49,7 @@ class Zoo(nn.Module):
         self.last = filled(width, width, dtype=torch.bfloat16)
 
 
-def zoo(state: State, seed: int = 0, width: int = 700) -> nn.Module:
+def weights(state: State, seed: int = 0, width: int = 700) -> nn.Module:
     """A worker's model."""
     state["model"] = model = Zoo(seed, width=width)
     return model
@@ -85,8 +86,8 @@ def open_trainer(
     state: State,
     client: Any,
     *,
-    seed: int = 1,
-    width: int = 700,
+    model: Callable[..., nn.Module] = weights,
+    arguments: tuple[Any, ...] = (1,),
     rank: int = 0,
     count: int = 1,
     owned: bool = False,
@@ -94,16 +95,16 @@ def open_trainer(
     **info: Any,
 ) -> list[str]:
     """Make a trainer engine in this rank; returns the names of its parameters."""
-    model = Zoo(seed, width=width)
-    source = OwnedSource(model, rank, count) if owned else ModuleSource(model)
+    trained = model(state, *arguments)
+    source = OwnedSource(trained, rank, count) if owned else ModuleSource(trained)
     info = {"peer_timeout": 3.0, "stall_limit": 2.0, "timeout": 30.0, **info}
     if count > 1:
         info |= {"rank": rank, "num_trainer_ranks": count, "secret": SECRET, "master_port": port}
+        info["listen_socket"] = state.get("held")
     state["trainer"] = WeightTransferTrainerFactory.trainer_init(
         NCCLTrainerInitInfo(**info), client=client, source=source
     )
-    state["model"] = model
-    return [name for name, _ in model.named_parameters()]
+    return [name for name, _ in trained.named_parameters()]
 
 
 def send(state: State, label: str | None = None, *, step: bool = False, timeout: float | None = None) -> dict[str, Any]:
@@ -120,6 +121,13 @@ def send(state: State, label: str | None = None, *, step: bool = False, timeout:
 def without(state: State, client: Any) -> None:
     """Have the trainer drive `client` from now on."""
     state["trainer"].client = client
+
+
+def hold_port(state: State) -> int:
+    """A port that this rank holds until its trainer listens on it."""
+    state["held"] = held = held_socket()
+    port: int = held.getsockname()[1]
+    return port
 
 
 def close(state: State) -> None:

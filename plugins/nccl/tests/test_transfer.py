@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet import State, Zoo, checksums, close, model_checksums, open_trainer, send, zoo
 from torch import nn
 
+from plugins.nccl.tests.fleet import Zoo, checksums, close, hold_port, model_checksums, open_trainer, send, weights
 from weightwire.clients.fanout import FanoutClient
 from weightwire.clients.local import LocalClient
 from weightwire.errors import (
@@ -22,7 +22,6 @@ from weightwire.errors import (
 from weightwire.registry import WeightTransferTrainerFactory
 from weightwire.source import ModuleSource, StateDictSource, WeightSource
 from weightwire.testing.fixtures import BorrowRanks
-from weightwire.testing.pool import held_socket
 from weightwire.testing.workers import host_workers
 from weightwire.worker import Worker
 from weightwire_nccl import NCCLTrainerInitInfo
@@ -53,7 +52,7 @@ def test_one_trainer_to_one_worker_in_this_process(packed: bool) -> None:
 @pytest.mark.parametrize("collective", [False, True], ids=["point-to-point", "collective"])
 def test_many_rounds_to_two_servers(ranks: BorrowRanks, collective: bool) -> None:
     sender, *workers = ranks(3)
-    client = FanoutClient([host_workers([worker], zoo) for worker in workers])
+    client = FanoutClient([host_workers([worker], weights) for worker in workers])
     sender.call(open_trainer, client, collective=collective)
     for number in range(4):
         sent = sender.call(send, f"step-{number}", step=True)
@@ -67,7 +66,7 @@ def test_many_rounds_to_two_servers(ranks: BorrowRanks, collective: bool) -> Non
 
 def test_a_server_of_two_ranks(ranks: BorrowRanks) -> None:
     sender, *workers = ranks(3)
-    client = host_workers(workers, zoo)
+    client = host_workers(workers, weights)
     sender.call(open_trainer, client)
     sent = sender.call(send)
     assert [worker.call(model_checksums) for worker in workers] == [sent["checksums"]] * 2
@@ -77,8 +76,8 @@ def test_a_server_of_two_ranks(ranks: BorrowRanks) -> None:
 @pytest.mark.parametrize("owned", [False, True], ids=["replicated", "owned-in-turn"])
 def test_several_trainer_ranks(ranks: BorrowRanks, owned: bool) -> None:
     first, second, *workers = ranks(4)
-    client = FanoutClient([host_workers([worker], zoo) for worker in workers])
-    port = first.call(free_port)
+    client = FanoutClient([host_workers([worker], weights) for worker in workers])
+    port = first.call(hold_port)
     opening = [
         rank.start(open_trainer, client, rank=place, count=2, owned=owned, port=port)
         for place, rank in enumerate((first, second))
@@ -95,14 +94,6 @@ def test_several_trainer_ranks(ranks: BorrowRanks, owned: bool) -> None:
     assert sent[0]["report"]["revision"] == sent[1]["report"]["revision"]
     for rank in (first, second):
         rank.start(close).result(10)
-
-
-def free_port(state: State) -> int:
-    """A port of this rank; held until the trainer takes it."""
-    state["held"] = held = held_socket()
-    port: int = held.getsockname()[1]
-    held.close()
-    return port
 
 
 def test_a_tensor_larger_than_every_buffer() -> None:
@@ -136,7 +127,9 @@ class Refusing(nn.Module):
     ],
     ids=["unknown name", "missing name", "wrong shape", "wrong dtype"],
 )
-def test_a_model_that_does_not_fit_is_refused_before_a_byte_moves(theirs: nn.Module, mine: nn.Module, words: str) -> None:
+def test_a_model_that_does_not_fit_is_refused_before_a_byte_moves(
+    theirs: nn.Module, mine: nn.Module, words: str
+) -> None:
     worker = Worker(theirs)
     before = checksums(theirs)
     engine = trainer(LocalClient(worker), ModuleSource(mine))

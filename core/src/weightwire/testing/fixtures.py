@@ -26,9 +26,13 @@ def _session_pool() -> RankPool:
 
 
 @pytest.fixture(scope="session")
-def pool() -> RankPool:
-    """The pool of the whole session."""
-    return _session_pool()
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """The pool of the whole session; what tests left in its ranks is printed at the end."""
+    pool = _session_pool()
+    yield pool
+    reporter = request.config.pluginmanager.getplugin("terminalreporter")
+    while pool.leaks and reporter is not None:
+        reporter.write_line(f"\nleft in a rank, which was replaced: {pool.leaks.pop(0)}", yellow=True)
 
 
 def _borrowing(pool: RankPool, test: str, *, strict: bool) -> Iterator[BorrowRanks]:

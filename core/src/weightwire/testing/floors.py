@@ -25,7 +25,7 @@ class Memcpy(Way):
     """The sender copies the payload's bytes from one warm buffer to another; receivers rest."""
 
     name = "memcpy"
-    weighed = False
+    weighed_rounds = 1
 
     def connect(self, seat: Seat, offers: list[Any]) -> None:
         """Allocate the copy."""
@@ -41,6 +41,11 @@ class Memcpy(Way):
         """The bytes that are copied."""
         return [seat.flat()]
 
+    def warm(self, seat: Seat) -> None:
+        """Touch both buffers; receivers hold nothing."""
+        if seat.sends:
+            self.step(seat)
+
     def digests(self, seat: Seat) -> list[str]:
         """Of original and copy."""
         return [digest([seat.flat()]), digest([self._copy])] if seat.sends else []
@@ -48,6 +53,8 @@ class Memcpy(Way):
 
 class GlooWay(Way):
     """A way over a gloo group of its own on loopback."""
+
+    weighed_rounds = 1
 
     def connect(self, seat: Seat, offers: list[Any]) -> None:
         """Build the group."""
@@ -57,6 +64,10 @@ class GlooWay(Way):
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         store = FileStore(f"{seat.directory}/{self.name}", seat.world)
         self.group = gloo(store, seat.rank, seat.world, options)
+
+    def warm(self, seat: Seat) -> None:
+        """Touch what is held."""
+        self.held(seat)
 
     def step(self, seat: Seat) -> None:
         """Move what is held."""
@@ -89,8 +100,6 @@ class _Sends(GlooWay):
 
 
 class _OneTensor(GlooWay):
-    weighed = False
-
     def held(self, seat: Seat) -> list[torch.Tensor]:
         return [seat.flat()]
 

@@ -6,32 +6,35 @@ changes every byte, and after it SHA-256 over everything must be equal on all ra
 
 A transport contributes a module under entry-point group `weightwire.bench` with one function, `cases(options)`:
 
-    from weightwire.testing.floors import floors
-    from weightwire.testing.measure import Case, Options, Seat, Way, model_like
-
     class AcmeWay(Way):
         name = "acme"
 
-        def offer(self, seat):                       # each receiver
-            self.server = serve(seat.model)
-            return self.server.address               # to the sender
+        def offer(self, seat):                                   # on each receiver
+            self.host = WorkerHost(Worker(seat.model))           # weightwire.testing.worker_host, weightwire.worker
+            return self.host.address                             # to the sender
 
-        def connect(self, seat, offers):             # all ranks at once
+        def connect(self, seat, offers):                         # on all ranks at once
             if seat.sends:
-                self.trainer = connect(seat.model, offers)
+                client = FanoutClient([RankClient([address], ["worker"]) for address in offers])
+                source = ModuleSource(seat.model)
+                self.trainer = WeightTransferTrainerFactory.trainer_init(AcmeInitInfo(), client=client, source=source)
 
-        def step(self, seat):                        # all ranks at once, timed
+        def step(self, seat):                                    # on all ranks at once, timed
             if seat.sends:
-                return {"commit_seconds": self.trainer.push().commit_seconds}
+                report = self.trainer.send_weights()
+                return {"commit_seconds": report.ranks[-1].seconds["commit"]}
 
         def close(self, seat):
-            self.trainer.close() if seat.sends else self.server.close()
+            if seat.sends:
+                self.trainer.shutdown()
+            else:
+                self.host.close()
 
     def cases(options: Options) -> list[Case]:
         payload = model_like(options.nbytes, tensors=options.tensors)
         references = {"raw": ("raw_broadcast", "raw_send"), "per_tensor": ("per_tensor_broadcast",)}
-        return [Case(name="1to1", payload=payload, receivers=1, ways=[AcmeWay(), *floors()],
-                     subject="acme", references=references)]
+        ways = [AcmeWay(), *floors()]                            # weightwire.testing.floors
+        return [Case(name="1to1", payload=payload, receivers=1, ways=ways, subject="acme", references=references)]
 
 which yields the ratios `acme.1to1.raw` (over the faster of the two) and `acme.1to1.per_tensor`.
 """
@@ -70,9 +73,6 @@ __all__ = [
 _STEP_SECONDS = 300.0
 _LEAD_SECONDS = 0.01
 """Between asking the ranks for a step and its beginning, so that all of them have heard."""
-
-_WEIGHED_ROUNDS = 3
-"""The first rounds allocate; buffers and staging are all there in the third."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ def measure(case: Case, options: Options, *, pool: RankPool, progress: Progress 
         raise ValueError(f"case {case.name} has two ways called {', '.join(sorted(twice))}")
     weights: dict[str, list[Weight]] = {}
     for way in case.ways:
-        if options.memory and way.weighed:
+        if options.memory:
             progress(f"{case.name}: memory of {way.name}")
             weights[way.name] = _weigh(case, way, pool)
     rounds = case.rounds or options.rounds
@@ -201,7 +201,7 @@ def _round(ranks: Sequence[Rank], name: str) -> _Round:
 def _weigh(case: Case, way: Way, pool: RankPool) -> list[Weight]:
     with _seated(case, [way], pool) as ranks:
         weights: list[list[Weight]] = [
-            _on_all(ranks, measure_rank.weighed_step, way.name) for _ in range(_WEIGHED_ROUNDS)
+            _on_all(ranks, measure_rank.weighed_step, way.name) for _ in range(way.weighed_rounds)
         ]
     return [
         Weight(idle=per_rank[0].idle, peak=max(weight.peak for weight in per_rank))

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightwire.testing.payload import Payload, as_bytes, build_module, digest, huge_buffer
+from weightwire.source import as_bytes
+from weightwire.testing.payload import Payload, build_module, digest, huge_buffer, randomize
 
 State = dict[str, Any]
 
@@ -29,14 +30,13 @@ class Seat:
         world: Ranks in all.
         payload: What is moved.
         directory: An empty directory that all ranks of this case see.
-        model: Holds the payload's parameters; all ways share it, so a receiver holds the payload once.
     """
 
     rank: int
     world: int
     payload: Payload
     directory: str
-    model: nn.Module = field(default_factory=nn.Module)
+    _model: nn.Module | None = None
     _parameters: list[nn.Parameter] = field(default_factory=list)
     _flat: torch.Tensor | None = None
 
@@ -44,6 +44,13 @@ class Seat:
     def sends(self) -> bool:
         """Whether this is the sender."""
         return self.rank == 0
+
+    @property
+    def model(self) -> nn.Module:
+        """A module with the payload's parameters, random on the sender; all ways of a rank share it."""
+        if self._model is None:
+            self._model = build_module(self.payload, seed=0 if self.sends else None)
+        return self._model
 
     def tensors(self) -> list[torch.Tensor]:
         """The model's parameters as they are now, in the payload's order."""
@@ -53,11 +60,11 @@ class Seat:
         return [parameter.data for parameter in self._parameters]
 
     def flat(self) -> torch.Tensor:
-        """One tensor (1-D uint8, huge pages) of the payload's size and, on the sender, bytes; ways share it."""
+        """One tensor (1-D uint8, huge pages) of the payload's size, random on the sender; all ways share it."""
         if self._flat is None:
             self._flat = huge_buffer(self.payload.nbytes)
             if self.sends:
-                torch.cat([as_bytes(tensor) for tensor in self.tensors()], out=self._flat)
+                randomize(self._flat, torch.Generator().manual_seed(0))
         return self._flat
 
 
@@ -69,11 +76,12 @@ class Way:
 
     Attributes:
         name: Its name within the case.
-        weighed: Whether to measure its peak memory, in processes of their own.
+        weighed_rounds: Rounds over which its peak memory is measured, in processes of their own; a transport with
+            two sets of staging has them both in the third.
     """
 
     name: str
-    weighed: bool = True
+    weighed_rounds: int = 3
 
     def offer(self, seat: Seat) -> Any:
         """On each receiver, before anything else: what the sender must know of it (an address), picklable."""
@@ -81,6 +89,10 @@ class Way:
 
     def connect(self, seat: Seat, offers: list[Any]) -> None:
         """On all ranks at once; `offers` are those of ranks 1, 2, ... in order."""
+
+    def warm(self, seat: Seat) -> None:
+        """On all ranks, before the first round: touch what `step` must not be timed touching."""
+        seat.tensors()
 
     def step(self, seat: Seat) -> Mapping[str, Any] | None:
         """On all ranks at once, timed: move the payload, or on a receiver that receives by itself do nothing.
@@ -120,10 +132,8 @@ class Weight:
 
 
 def sit(state: State, seat: Seat) -> None:
-    """Take a seat and hold the payload: random on the sender, zeros on a receiver."""
-    gc.collect()
+    """Take a seat, which holds nothing yet."""
     state["idle"] = _status("VmRSS")
-    seat.model = build_module(seat.payload, seed=0 if seat.sends else None)
     state["seat"], state["ways"] = seat, {}
 
 
@@ -134,8 +144,10 @@ def offer(state: State, way: Way) -> Any:
 
 
 def connect(state: State, way: Way, offers: list[Any]) -> None:
-    """Connect a way; brings it first on the sender, which makes no offer."""
-    state["ways"].setdefault(way.name, way).connect(state["seat"], offers)
+    """Connect a way and touch what it holds; brings it first on the sender, which makes no offer."""
+    seat, mine = state["seat"], state["ways"].setdefault(way.name, way)
+    mine.connect(seat, offers)
+    mine.warm(seat)
     gc.collect()
     gc.freeze()
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightwire.source import as_bytes
+
 _LAYER_TENSORS = 12
 _OUTER_TENSORS = 2
 _REFERENCE_BYTES = 988_065_536  # Qwen2-0.5B in bfloat16: hidden 896, intermediate 4864, vocabulary 151,936
@@ -119,20 +121,16 @@ def build_module(payload: Payload, *, seed: int | None = None) -> nn.Module:
             owner = owner.get_submodule(part)
         tensor = torch.zeros(shape, dtype=payload.dtype)
         if generator is not None:
-            _randomize(as_bytes(tensor), generator)
+            randomize(as_bytes(tensor), generator)
         owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
     return root
 
 
-def _randomize(data: torch.Tensor, generator: torch.Generator) -> None:
+def randomize(data: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill `data`, 1-D uint8, with random bytes."""
     words = data.numel() // 8 * 8
     data[:words].view(torch.int64).random_(generator=generator)
     data[words:].random_(generator=generator)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor as a 1-D uint8 view."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def huge_buffer(nbytes: int) -> torch.Tensor:

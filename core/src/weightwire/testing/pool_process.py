@@ -75,11 +75,11 @@ class Rank:
 
     @property
     def stopped(self) -> bool:
-        """Whether the process is stopped by SIGSTOP."""
+        """Whether the process is stopped by SIGSTOP, all of its threads."""
         try:
-            with open(f"/proc/{self.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] == "T"
-        except FileNotFoundError:
+            tasks = os.listdir(f"/proc/{self.pid}/task")
+            return all(_state(f"/proc/{self.pid}/task/{task}/stat") == "T" for task in tasks)
+        except (FileNotFoundError, ProcessLookupError):
             return False
 
     def ready(self) -> None:
@@ -231,3 +231,9 @@ class Rank:
         with self._sending:
             self._connection.close()
         self._process.close()
+
+
+def _state(path: str) -> str:
+    """The letter of a thread's state from its `stat` file, whose second field may hold anything in brackets."""
+    with open(path) as file:
+        return file.read().rpartition(")")[2].split()[0]

@@ -126,7 +126,8 @@ class Faults:
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread: a signal to the process may stop another one first, and this one would run on a little.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         elif action == "raise":
             raise FaultError(f"raised at {point} because a test asked for it")
         elif action == "hold" and not hold.wait(_HOLD_LIMIT):

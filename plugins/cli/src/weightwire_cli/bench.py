@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+
 from weightwire.discovery import Entry, entries
 from weightwire.errors import TransportNotFound, WeightwireError
 from weightwire.testing.measure import Case, Options, Report, Run, run_bench

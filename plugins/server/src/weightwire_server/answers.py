@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from starlette.responses import JSONResponse
+
 from weightwire.errors import WeightwireError
 from weightwire.worker import Worker
 

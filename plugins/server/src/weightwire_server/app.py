@@ -8,8 +8,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from weightwire.worker import Worker
 
+from weightwire.worker import Worker
 from weightwire_server.answers import error_body
 from weightwire_server.routes import control_routes
 

@@ -47,7 +47,7 @@ class CallThreads:
         def run() -> None:
             try:
                 outcome, error = call(), None
-            except BaseException as raised:
+            except BaseException as raised:  # noqa: BLE001 - whatever it is, it is raised again in the request
                 outcome, error = None, raised
             with self._lock:
                 self._running -= 1

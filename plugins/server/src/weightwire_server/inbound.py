@@ -8,11 +8,13 @@ import math
 from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request
+
 from weightwire.clients.http import SEQUENCE_HEADER, TIMEOUT_HEADER, UPDATE_HEADER
 from weightwire.deadline import Deadline
 from weightwire.errors import DeadlineExceeded, MessageError, PayloadTooLarge
 
 Choice = TypeVar("Choice", bound=str)
+Presence = Literal["required", "optional"]
 
 _LONGEST_ID = 128
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})

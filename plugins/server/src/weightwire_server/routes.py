@@ -24,12 +24,12 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
+
 from weightwire.deadline import DEFAULT_SECONDS, Deadline
 from weightwire.errors import MessageError, PeerLost
 from weightwire.gate import PauseMode
 from weightwire.messages import pick_update
 from weightwire.worker import ABORT_SECONDS, Worker
-
 from weightwire_server.access import BearerToken
 from weightwire_server.answers import error_answer
 from weightwire_server.call_threads import CallThreads
@@ -125,7 +125,7 @@ class _Control:
                 answer = await handler(Inbound(request, seconds=seconds, body_limit=self._body_limit))
             except ClientDisconnect:
                 return Response(status_code=499)  # nobody reads it
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets its words
                 return error_answer(self._worker, error, path=path)
             return JSONResponse(answer) if isinstance(answer, dict) else answer
 

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 import uvicorn
 from starlette.types import ASGIApp
+
 from weightwire.deadline import Deadline
 from weightwire.errors import WeightwireError
 from weightwire.worker import Worker
-
 from weightwire_server.access import require_token_beyond_loopback
 from weightwire_server.app import create_app
 
@@ -48,7 +48,9 @@ class BoundServer:
         config = uvicorn.Config(app, **(defaults | options))
         self._server = uvicorn.Server(config)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=config.backlog)
+        listener = socket.create_server((host, port), family=family, backlog=config.backlog)
+        # Made again from its descriptor it knows that it speaks TCP; asyncio turns Nagle's delay (40 ms) off only then.
+        self._socket = socket.socket(fileno=listener.detach())
         self.port: int = self._socket.getsockname()[1]
         """Port that the server listens on."""
         name = f"[{host}]" if ":" in host else host

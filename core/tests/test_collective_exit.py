@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from weightwire.testing.fixtures import BorrowRanks
+
+from core.tests import exiting
+from core.tests.collective_ranks import State, connect, receive_zeros
+
+
+def connect_twice(state: State, first: str, second: str) -> None:
+    connect(state, 1, 2, first, 40.0, piece_bytes=exiting.PIECE)
+    retired = state["communicator"]
+    connect(state, 1, 2, second, 40.0, piece_bytes=exiting.PIECE)
+    state["communicator"], state["forgotten"] = retired, state["communicator"]
+
+
+def test_a_process_ends_by_itself_with_its_own_code(ranks: BorrowRanks, tmp_path: Path) -> None:
+    (peer,) = ranks(1)
+    peer.at("communicator.first_piece", "stop")
+    stores = [str(tmp_path / "first"), str(tmp_path / "second")]
+    command = [sys.executable, exiting.__file__, *stores]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        peer.call(connect_twice, *stores, timeout=40)
+        peer.start(receive_zeros, exiting.SIZE, 0)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "leaving\n"
+        # A peer's death wakes whatever still waits for it, now that no thread may come back to Python.
+        peer.kill()
+        left = time.monotonic()
+        _, errors = process.communicate(timeout=10)
+        assert time.monotonic() - left < 5.0
+    assert (process.returncode, errors) == (exiting.EXIT_CODE, "")

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from plugins.server.tests.scene import Scene
+from weightwire.testing.fixtures import pool, ranks
+from weightwire_server import BoundServer
+
+__all__ = ["pool", "ranks"]
+
+
+class _Switch:
+    """One server for all tests, which takes a second to start and stop; each test puts its app in."""
+
+    app: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+@pytest.fixture(scope="session")
+def switch() -> Iterator[tuple[_Switch, str]]:
+    switched = _Switch()
+    with BoundServer(switched, lifespan="off") as server:
+        yield switched, server.url
+
+
+@pytest.fixture
+def scene(switch: tuple[_Switch, str]) -> Iterator[Scene]:
+    switched, url = switch
+    with Scene(url, lambda app: setattr(switched, "app", app)) as made:
+        yield made

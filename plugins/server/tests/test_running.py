@@ -1,0 +1,235 @@
+"""While a transfer runs: control calls answer, deadlines hold, and a client that goes away ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import nn
+
+from plugins.server.tests.held_engine import brake
+from plugins.server.tests.scene import Scene, small_model, until
+from weightwire.clients.http import HTTPVLLMWeightSyncClient
+from weightwire.errors import PeerLost, Unauthorized, UpdateRefused, WeightsTorn
+from weightwire.registry import WeightTransferTrainerFactory
+from weightwire.source import ModuleSource
+from weightwire.testing.fixtures import BorrowRanks
+from weightwire.testing.pool_rank import at_tidy
+from weightwire.worker import Worker
+from weightwire_nccl import NCCLTrainerInitInfo
+from weightwire_server import BoundServer, create_app
+
+State = dict[str, Any]
+
+
+def test_control_calls_answer_during_an_update(scene: Scene) -> None:
+    scene.enter("receiving")
+    known = scene.get("/weight_info").json()
+    assert (known["state"], known["update"], known["update_id"]) == ("updating", "receiving", "u1")
+    for answer in (
+        scene.get("/health"),
+        scene.get("/metrics"),
+        scene.post("/pause?mode=wait"),
+        scene.post("/resume"),
+        scene.post("/weight_checker", {"action": "checksum"}),
+    ):
+        assert answer.status_code == 200, answer.text
+    assert not scene.running[-1].done()
+    scene.release()
+    assert scene.finish("u1").status_code == 200
+
+
+def test_control_calls_answer_while_every_engine_thread_is_taken(scene: Scene) -> None:
+    scene.enter("receiving")
+    repetitions = [scene.later(lambda: scene.update("u1", 0)) for _ in range(5)]
+    assert scene.get("/weight_info").status_code == 200
+    assert scene.post("/abort_weight_update").status_code == 200
+    assert {future.result(2.0).status_code for future in repetitions} == {409}
+
+
+def test_more_calls_than_threads_are_refused() -> None:
+    async def crowd() -> list[int]:
+        worker = Worker(small_model(), backend="held")
+        transport = httpx.ASGITransport(create_app(worker))
+        brake.arm()
+        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+            await client.post("/init_weight_transfer_engine", json={"init_info": {}})
+            await client.post("/start_weight_update")
+            metadata = [meta.to_json() for meta in ModuleSource(small_model()).metadata]
+            body = {"update_info": {"metadata": metadata, "hold": True}}
+            headers = {"Weightwire-Update": "u", "Weightwire-Sequence": "0"}
+            calls = [asyncio.create_task(client.post("/update_weights", json=body, headers=headers)) for _ in range(20)]
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            brake.release()
+            return sorted([(await call).status_code for call in calls])
+
+    assert asyncio.run(crowd()) == [200] * 16 + [503] * 4
+
+
+def test_the_client_s_deadline_ends_an_update(scene: Scene) -> None:
+    scene.enter("open")
+    answer = scene.update("u1", 0, hold=True, timeout=0.1)
+    assert answer.status_code == 504
+    assert "update_weights" in answer.json()["error"]["message"]
+    scene.check_recovers()
+
+
+def test_the_server_s_deadline_is_the_limit(scene: Scene) -> None:
+    scene.use(timeout=0.1)
+    scene.enter("open")
+    assert scene.update("u1", 0, hold=True, timeout=60.0).status_code == 504
+
+
+def test_readers_that_outlast_finish(scene: Scene) -> None:
+    scene.enter("open")
+    scene.update("u1", 0)
+    scene.read()
+    answer = scene.finish("u1", headers={"Weightwire-Timeout": "0.1"})
+    assert answer.status_code == 503
+    assert "readers" in answer.json()["error"]["message"]
+    assert scene.value() == 0.0
+    scene.check_recovers()
+
+
+def test_in_place_updates_keep_readers_out(scene: Scene) -> None:
+    scene.use(Worker(small_model(), backend="held", staging="in_place"))
+    scene.enter("receiving")
+    until(lambda: scene.get("/health").status_code == 503)
+    scene.release()
+    assert scene.finish("u1").status_code == 200
+    assert scene.get("/health").status_code == 200
+
+    scene.start("u2")
+    assert scene.update("u2", 0, fail="half-way").status_code == 500
+    assert scene.get("/weight_info").json()["weights"] == "torn"
+    with pytest.raises(WeightsTorn):
+        scene.worker.reading().__enter__()
+    scene.check_recovers()
+
+
+def hang_up_during(scene: Scene, path: str, body: dict[str, Any]) -> None:
+    """Send a request on a raw connection and close it before the answer."""
+    content = json.dumps(body).encode()
+    host, port = scene.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        busy = "update" if path == "/update_weights" else "init"
+        until(lambda: scene.worker.session._busy == busy)
+
+
+@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/update_weights"])
+def test_hanging_up_ends_the_call(scene: Scene, path: str) -> None:
+    if path == "/update_weights":
+        scene.enter("open")
+    body = {"update_info": scene.update_info(hold=True)} if "update" in path else {"init_info": {"hold": True}}
+    hang_up_during(scene, path, body)
+    until(lambda: bool(brake.ended), seconds=2.0)
+    (error,) = brake.ended
+    assert isinstance(error, PeerLost)
+    assert str(error) == f"the trainer's connection closed during {path[1:]}"
+    until(lambda: scene.worker.session.idle)
+    assert scene.value() == 0.0
+    scene.check_recovers()
+
+
+# Processes of their own
+
+
+def host(state: State, backend: str | None, **options: Any) -> str:
+    """Serve a worker in this rank; returns its URL."""
+    state["worker"] = Worker(small_model(), backend=backend)
+    server = BoundServer(create_app(state["worker"], **options))
+    server.start()
+    at_tidy(server.stop)
+    return server.url
+
+
+def call_update(state: State, url: str, body: dict[str, Any]) -> int:
+    """Send an update from this rank and wait for its answer."""
+    return httpx.post(f"{url}/update_weights", json=body, timeout=60.0, trust_env=False).status_code
+
+
+def how_it_ended(state: State) -> list[str]:
+    """What the updates in this rank ended with."""
+    return [f"{type(error).__name__}: {error}" for error in brake.ended]
+
+
+@pytest.mark.parametrize("way", ["kill", "stop"])
+def test_a_client_that_is_killed_ends_its_update(ranks: BorrowRanks, way: str) -> None:
+    server, trainer = ranks(2)
+    url = server.call(host, "held")
+    with httpx.Client(base_url=url, trust_env=False) as operator:
+        operator.post("/init_weight_transfer_engine", json={"init_info": {}}).raise_for_status()
+        operator.post("/start_weight_update", headers={"Weightwire-Timeout": "3"}).raise_for_status()
+        metadata = [meta.to_json() for meta in ModuleSource(small_model()).metadata]
+        trainer.start(call_update, url, {"update_info": {"metadata": metadata, "hold": True}})
+        until(lambda: operator.get("/weight_info").json()["update"] == "receiving")
+        if way == "stop":  # its connection stays open, so only an abort ends it
+            trainer.stop()
+            operator.post("/abort_weight_update").raise_for_status()
+            ended = "TransferAborted: the update was aborted"
+        else:
+            trainer.kill()
+            ended = "PeerLost: the trainer's connection closed during update_weights"
+        began = time.monotonic()
+        until(lambda: operator.get("/weight_info").json()["state"] == "ready")
+        assert time.monotonic() - began < 2.0
+        assert server.call(how_it_ended)[0].startswith(ended)
+        operator.post("/start_weight_update").raise_for_status()
+        body = {"update_info": {"metadata": metadata, "value": 5.0}}
+        operator.post("/update_weights", json=body).raise_for_status()
+        operator.post("/finish_weight_update").raise_for_status()
+        assert operator.get("/weight_info").json()["state"] == "ready"
+
+
+def checksum(state: State) -> dict[str, str]:
+    """Checksums of the worker in this rank."""
+    found: dict[str, str] = state["worker"].checksums()
+    return found
+
+
+def test_a_push_between_processes(ranks: BorrowRanks) -> None:
+    (server,) = ranks(1)
+    client = HTTPVLLMWeightSyncClient(server.call(host, None, token="t0ken"), token="t0ken")
+    model = small_model(2.5)
+    trainer = WeightTransferTrainerFactory.trainer_init(
+        NCCLTrainerInitInfo(timeout=30.0), client=client, source=ModuleSource(model)
+    )
+    try:
+        report = trainer.send_weights(weight_version="one", pause="keep")
+        known = client.weight_info()
+        assert (known["weight_version"], known["revision"], known["gate"]) == ("one", report.revision, "open")
+        assert server.call(checksum) == Worker(model).checksums()
+        with torch.no_grad():
+            model[0].weight.add_(1.0)
+        assert trainer.send_weights(weight_version="two").previous == report.revision
+        assert server.call(checksum) == Worker(model).checksums()
+    finally:
+        trainer.shutdown()
+        client.close()
+
+
+def test_a_refusal_reaches_the_trainer_as_what_it_was(ranks: BorrowRanks) -> None:
+    (server,) = ranks(1)
+    url = server.call(host, None, token="t0ken")
+    with pytest.raises(Unauthorized, match="the token is not the one"):
+        HTTPVLLMWeightSyncClient(url, token="stolen").weight_info()
+    client = HTTPVLLMWeightSyncClient(url, token="t0ken")
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(1, 1))
+    trainer = WeightTransferTrainerFactory.trainer_init(
+        NCCLTrainerInitInfo(timeout=30.0), client=client, source=ModuleSource(model)
+    )
+    try:
+        with pytest.raises(UpdateRefused, match=r"2\.weight"):
+            trainer.send_weights()
+        assert client.weight_info()["state"] == "ready"
+    finally:
+        trainer.shutdown()
+        client.close()
