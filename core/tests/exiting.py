@@ -40,7 +40,7 @@ def connect(store: str, stall_limit: float) -> TorchCommunicator:
         world_size=2,
         labels=["rank 0", "rank 1"],
         device="cpu",
-        deadline=Deadline(30),
+        deadline=Deadline(90),
         stall_limit=stall_limit,
         piece_bytes=PIECE,
     )

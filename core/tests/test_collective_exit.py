@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from weightwire.testing.fixtures import BorrowRanks
 
 from core.tests import exiting
@@ -12,19 +13,20 @@ from core.tests.collective_ranks import State, connect, receive_zeros
 
 
 def connect_twice(state: State, first: str, second: str) -> None:
-    connect(state, 1, 2, first, 40.0, piece_bytes=exiting.PIECE)
+    connect(state, 1, 2, first, 90.0, piece_bytes=exiting.PIECE)
     retired = state["communicator"]
-    connect(state, 1, 2, second, 40.0, piece_bytes=exiting.PIECE)
+    connect(state, 1, 2, second, 90.0, piece_bytes=exiting.PIECE)
     state["communicator"], state["forgotten"] = retired, state["communicator"]
 
 
+@pytest.mark.timeout(180)  # a process of its own imports torch
 def test_a_process_ends_by_itself_with_its_own_code(ranks: BorrowRanks, tmp_path: Path) -> None:
     (peer,) = ranks(1)
     peer.at("communicator.first_piece", "stop")
     stores = [str(tmp_path / "first"), str(tmp_path / "second")]
     command = [sys.executable, exiting.__file__, *stores]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        peer.call(connect_twice, *stores, timeout=40)
+        peer.call(connect_twice, *stores, timeout=90)
         peer.start(receive_zeros, exiting.SIZE, 0)
         assert process.stdout is not None
         assert process.stdout.readline() == "leaving\n"

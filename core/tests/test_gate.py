@@ -4,39 +4,13 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
 
 import pytest
 
+from core.tests.threads import SOON, pending, started
 from weightwire.deadline import Deadline
 from weightwire.errors import Busy, DeadlineExceeded, Paused, WeightsTorn
 from weightwire.gate import Gate, PauseMode
-
-SOON = 0.05
-"""Long enough for a thread to reach a wait, for waits that are expected to last."""
-
-
-def started(function: Callable[[], Any]) -> Future[Any]:
-    """Run `function` in a thread of its own."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  raised again by the future
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def pending(future: Future[Any]) -> bool:
-    try:
-        future.exception(SOON)
-    except TimeoutError:
-        return True
-    return False
 
 
 class Reader:

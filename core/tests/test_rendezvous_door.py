@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import struct
 import threading
 import time
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -227,22 +229,20 @@ def test_ipv6_works_where_the_machine_has_it() -> None:
 
 
 def test_without_free_descriptors_the_epoch_goes_on() -> None:
-    import resource
-
-    with Epoch(workers=1) as epoch:
+    with Epoch(workers=1) as epoch, ExitStack() as held:
+        strangers = [held.enter_context(socket.socket()) for _ in range(5)]
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        strangers = [socket.socket() for _ in range(5)]
-        used = max(int(name) for name in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
-        try:
-            for stranger in strangers:
-                stranger.connect(("127.0.0.1", epoch.members[0].port))
-            assert all(outcome.unanimous for outcome in epoch.all_exchange("hello"))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            for stranger in strangers:
-                stranger.close()
-        assert all(outcome.unanimous for outcome in epoch.all_exchange("again"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), limits[1]))
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with suppress(OSError):
+            while True:
+                held.callback(os.close, os.dup(0))
+        for stranger in strangers:
+            stranger.connect(("127.0.0.1", epoch.members[0].port))
+        for number in range(5):
+            assert all(outcome.unanimous for outcome in epoch.all_exchange(f"without-{number}"))
+        held.close()
+        assert all(outcome.unanimous for outcome in epoch.all_exchange("with"))
         waiting = epoch.exchange(0, "vote")
         epoch.members[1].fail(TransferError("done"))
         assert isinstance(error_of(waiting), PeerFailed)

@@ -1,106 +1,148 @@
-"""DTensors as owners, mesh and placements; the one place that knows torch's distributed tensors.
+"""torch's distributed tensors as owners, mesh and placements: the one place that knows DTensor and FSDP.
 
-FSDP2 over tensor parallelism places a parameter as `_StridedShard` (the data-parallel axis, which cuts after the
-tensor-parallel one although it stands before it) and `Shard`. That is a plain `Shard` on the mesh with the strided axis
-moved behind the axes it skips, if its split factor is the product of those axes; see `_plain_order`.
+Nothing here imports DTensor or FSDP, which costs a second: a process that has not imported them holds none.
 """
 
 from __future__ import annotations
 
-import math
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from weightwire.errors import Unsupported
 from weightwire.layout import Placement, Replicate, Shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...] | None]
 
+@dataclass(frozen=True, slots=True)
+class MeshLayout:
+    """How a DTensor lies over its mesh, in the terms of `ParamMeta`.
 
-def _as_dtensor(tensor: Tensor) -> DTensor | None:
-    # A process that has never imported DTensor holds none.
-    module = sys.modules.get("torch.distributed.tensor")
-    cls = getattr(module, "DTensor", None)
-    return tensor if cls is not None and isinstance(tensor, cls) else None
-
-
-def _plain_order(dtensor: Any) -> tuple[list[int], tuple[Placement, ...]] | None:
-    """Mesh axes in the order in which they cut, with plain placements; None where there is no such order."""
-    from torch.distributed.tensor import placement_types as types
-
-    strided = getattr(types, "_StridedShard", None)
-    sizes = tuple(dtensor.device_mesh.mesh.shape)
-    placements: list[Placement] = []
-    skips: list[tuple[int, int]] = []
-    for axis, placement in enumerate(dtensor.placements):
-        if strided is not None and type(placement) is strided:
-            later = [
-                at
-                for at in range(axis + 1, len(sizes))
-                if getattr(dtensor.placements[at], "dim", None) == placement.dim
-            ]
-            if placement.split_factor != math.prod(sizes[at] for at in later):
-                return None
-            if later:
-                skips.append((axis, later[-1]))
-            placements.append(Shard(placement.dim))
-        elif type(placement) is types.Shard:
-            placements.append(Shard(placement.dim))
-        elif type(placement) is types.Replicate:
-            placements.append(Replicate())
-        else:
-            return None
-    order = list(range(len(sizes)))
-    for axis, behind in skips:
-        order.remove(axis)
-        order.insert(order.index(behind) + 1, axis)
-    return order, tuple(placements[axis] for axis in order)
-
-
-def layout_of(tensor: Tensor) -> Layout | None:
-    """Owners, mesh shape and placements of a DTensor; None for a plain tensor.
-
-    Placements are None where no `Shard` describes the pieces: then the parameter counts as replicated.
+    Attributes:
+        owners: The global ranks of the mesh, in the order in which its axes cut the tensor.
+        mesh_shape: The shape of the mesh over `owners`.
+        placements: One for each axis; None where no `Shard` and `Replicate` describe the pieces.
+        reason: Why they do not, and a whole tensor has to stand for the piece; empty where they do.
     """
-    dtensor = _as_dtensor(tensor)
-    if dtensor is None:
-        return None
-    mesh = dtensor.device_mesh.mesh
-    plain = _plain_order(dtensor)
-    if plain is None:
-        return tuple(mesh.flatten().tolist()), tuple(mesh.shape), None
-    order, placements = plain
-    permuted = mesh.permute(order)
-    return tuple(permuted.flatten().tolist()), tuple(permuted.shape), placements
+
+    owners: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    placements: tuple[Placement, ...] | None
+    reason: str = ""
 
 
-def gather_reason(tensor: Tensor) -> str | None:
-    """Why `local_piece` has to gather this tensor; None where it does not."""
-    dtensor = _as_dtensor(tensor)
-    if dtensor is None or _plain_order(dtensor) is not None:
-        return None
-    return f"placements {tuple(map(str, dtensor.placements))} are not plain shards"
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether `tensor` is a `torch.distributed.tensor.DTensor`."""
+    return isinstance(tensor, _loaded("torch.distributed.tensor", "DTensor"))
 
 
-def is_member(tensor: Tensor) -> bool:
-    """Whether this process is on the tensor's mesh; true for a plain tensor."""
-    dtensor = _as_dtensor(tensor)
-    return dtensor is None or dtensor.device_mesh.get_coordinate() is not None
+def _loaded(module: str, name: str) -> Any:
+    """A class of a module that may not have been imported, for isinstance: then nothing is an instance."""
+    return getattr(sys.modules.get(module), name, ())
 
 
-def materialise(tensor: Tensor) -> Tensor:
-    """The whole tensor; a collective among its owners where it is a DTensor."""
-    dtensor = _as_dtensor(tensor)
-    return tensor if dtensor is None else dtensor.full_tensor()
+def mesh_layout(tensor: DTensor) -> MeshLayout:
+    """Read a DTensor's layout; global shapes and ranks only, nothing is gathered."""
+    grid = tensor.device_mesh.mesh
+    shape = tuple(grid.shape)
+    order = cutting_order(tensor.placements, shape)
+    if order is None:
+        words = ", ".join(map(str, tensor.placements))
+        reason = f"placements ({words}) on a mesh of {shape} are not boxes of the tensor"
+        return MeshLayout(tuple(grid.flatten().tolist()), shape, None, reason)
+    grid = grid.permute(order)
+    plain = [_plain(tensor.placements[axis], tensor.ndim) for axis in order]
+    return MeshLayout(tuple(grid.flatten().tolist()), tuple(grid.shape), tuple(plain))
 
 
-def local_piece(tensor: Tensor) -> Tensor:
-    """This rank's piece; the whole where it cannot be described as a piece."""
-    dtensor = _as_dtensor(tensor)
-    if dtensor is None:
-        return tensor
-    return dtensor.to_local() if _plain_order(dtensor) is not None else dtensor.full_tensor()
+def cutting_order(placements: Sequence[Any], mesh_shape: tuple[int, ...]) -> list[int] | None:
+    """The mesh axes in the order in which they cut the tensor, so that each is a plain `Shard` or `Replicate`.
+
+    `Shard` cuts in mesh order. FSDP2 over tensor parallelism has a `_StridedShard`: its axis stands before the
+    tensor-parallel one and cuts after it, and `split_factor` is into how many pieces the dimension has been
+    cut by then. (How torch's `DTensorSpec` turns strided shards into an order.)
+
+    Args:
+        placements: Torch's placements, one for each mesh axis.
+        mesh_shape: The sizes of these axes.
+
+    Returns:
+        A permutation of the axes that moves none but those of a dimension with a strided shard; None if there is
+        a partial sum or another placement, or a split factor that no order explains.
+    """
+    by_dim: dict[int, list[int]] = {}
+    for axis in reversed(range(len(placements))):
+        kind = type(placements[axis]).__name__
+        if kind in ("Shard", "_StridedShard"):
+            axes = by_dim.setdefault(placements[axis].dim, [])
+            # Private to torch, and a subclass of Shard in some releases: known by name wherever it lives.
+            wanted = placements[axis].split_factor if kind == "_StridedShard" else 1
+            position = _position(axes, wanted, mesh_shape)
+            if position is None:
+                return None
+            axes.insert(position, axis)
+        elif kind != "Replicate":
+            return None
+    order = list(range(len(placements)))
+    for axes in by_dim.values():
+        for slot, axis in zip(sorted(axes), axes, strict=True):
+            order[slot] = axis
+    return order
+
+
+def _position(axes: list[int], pieces: int, mesh_shape: tuple[int, ...]) -> int | None:
+    """How many of `axes` must have cut to leave `pieces` pieces; None if no number of them does."""
+    cuts = 1
+    for position, axis in enumerate(axes):
+        if cuts == pieces:
+            return position
+        cuts *= mesh_shape[axis]
+    return len(axes) if cuts == pieces else None
+
+
+def _plain(placement: Any, ndim: int) -> Placement:
+    return Replicate() if type(placement).__name__ == "Replicate" else Shard(placement.dim % ndim)
+
+
+def is_member(tensor: DTensor) -> bool:
+    """Whether this process is on the tensor's mesh."""
+    return tensor.device_mesh.get_coordinate() is not None
+
+
+def whole(tensor: DTensor) -> Tensor:
+    """The full tensor: a collective among the ranks of its mesh."""
+    with torch.no_grad():
+        return tensor.full_tensor()
+
+
+def piece(tensor: DTensor) -> Tensor:
+    """The piece of this rank, without a copy."""
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def reshard(module: nn.Module) -> None:
+    """Put FSDP2's sharded parameters back where a forward pass has left the gathered ones, as state_dict does.
+
+    Gathered parameters are plain, and under mixed precision of another dtype: metadata would depend on when
+    it is read. Nothing moves between ranks.
+
+    Raises:
+        Unsupported: The module is wrapped by FSDP1, whose parameters are pieces of flattened buffers.
+    """
+    fully_sharded = _loaded("torch.distributed.fsdp", "FSDPModule")
+    flattened = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, flattened):
+            raise Unsupported(
+                f"module {name!r} is a FullyShardedDataParallel (FSDP1), whose parameters have no shape of their "
+                "own: shard the model with fully_shard (FSDP2)"
+            )
+        if isinstance(submodule, fully_sharded):
+            submodule.reshard()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import operator
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ class Views:
     """Whether a sink allocated it, so that it may be received into again."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Group:
     """The entries that live in one storage and so are rebound together.
 
@@ -71,7 +72,6 @@ class Entry:
     Attributes:
         tensors: The objects of the model that are this tensor: several where it is tied by storage.
         names: Its names in state-dict order; none for a buffer that is not persistent.
-        group: Its storage; None where only `copy_` writes it.
         index: Its place in `group`.
         direct: Contiguous, so that bytes may be received straight into it.
         dense: It fills an interval of its storage.
@@ -83,13 +83,21 @@ class Entry:
     tensors: list[torch.Tensor]
     parameter: bool
     names: list[str] = field(default_factory=list)
-    group: Group | None = None
     index: int = 0
     direct: bool = False
     dense: bool = False
     picks: tuple[slice | torch.Tensor, ...] | None = None
     copied_because: str | None = None
     refused: str | None = None
+    _group: weakref.ref[Group] | None = None
+
+    @property
+    def group(self) -> Group | None:
+        """Its storage; None where only `copy_` writes it. Kept alive by the inventory.
+
+        A cycle of references would keep views alive until the collector runs, and they would count as held elsewhere.
+        """
+        return None if self._group is None else self._group()
 
     @property
     def has_bytes(self) -> bool:
@@ -339,7 +347,7 @@ class _Scan:
             self.found.groups.append(group)
             if not adopted:
                 self._by_storage[storage._cdata] = group
-        entry.group, entry.index = group, len(group.entries)
+        entry._group, entry.index = weakref.ref(group), len(group.entries)
         entry.direct, entry.dense = tensor.is_contiguous(), is_dense(tensor)
         group.entries.append(entry)
         self.found.inference |= tensor.is_inference()

@@ -1,8 +1,8 @@
 """What a parameter is and how it lies across ranks: the arithmetic every plan is made from.
 
-A mesh is a row-major grid of trainer ranks. Along each of its axes a parameter is replicated or split the way
-`torch.chunk` splits, the outer axis first, so that the piece of one rank is a `Box`: an interval per dimension.
-Everything here is a pure function of metadata, so that every rank computes the same answer without asking.
+A mesh is a row-major grid of trainer ranks. Along each of its axes a parameter is replicated or split the
+way `torch.chunk` splits, outer axis first, so that the piece of one rank is a `Box`: an interval in each
+dimension. All of it is a pure function of metadata: every rank computes the same answer without asking.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cut(interval: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
         index: Which piece, from 0.
 
     Returns:
-        A half-open interval; an empty one, at the end of `interval`, where `torch.chunk` returns fewer pieces.
+        A half-open interval; an empty one at the end of `interval` where `torch.chunk` makes fewer pieces.
     """
     start, stop = interval
     assert start <= stop and 0 <= index < parts, (interval, parts, index)
@@ -62,8 +62,8 @@ def cut(interval: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
 class Box:
     """A rectangular region of a tensor: the half-open interval `[start, stop)` in every dimension.
 
-    All empty boxes of one number of dimensions are equal: they become `[0, 0)` in every dimension. The only box
-    of a 0-d tensor has one element.
+    All empty boxes with the same number of dimensions are equal: they become `[0, 0)` in each. The only box of
+    a 0-d tensor has one element.
 
     Raises:
         MetadataError: `start` and `stop` differ in length, or an interval is negative.
@@ -114,7 +114,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_DTYPES: Final = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES: Final = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def dtype_from_name(name: str) -> torch.dtype:
@@ -131,11 +131,11 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 def _integers(value: object, what: str, name: str, *, least: int) -> tuple[int, ...]:
     """`value` as a tuple of true integers of at least `least`; booleans and floats are refused."""
-    sizes = tuple(value) if isinstance(value, Iterable) else (value,)
-    if not isinstance(value, Iterable) or any(type(size) is not int or size < least for size in sizes):
-        kind = "non-negative" if least == 0 else "positive"
-        raise MetadataError(f"parameter {name!r} {what} must be {kind} integers, got {value!r}", parameter=name)
-    return sizes
+    if isinstance(value, Sequence) and all(type(size) is int and size >= least for size in value):
+        return tuple(value)
+    raise MetadataError(
+        f"parameter {name!r} {what} must be a sequence of integers >= {least}, got {value!r}", parameter=name
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class ParamMeta:
         name: The name in the checkpoint, as the worker's model knows it.
         dtype: The dtype that travels.
         shape: The full shape, of non-negative integers.
-        owners: The trainer ranks that own it, in mesh order; None means every rank, each with the whole tensor.
+        owners: The trainer ranks that own it, in mesh order; None means every rank, each with all of it.
         mesh_shape: Row-major shape of the mesh over `owners`; `(len(owners),)` unless given.
         placements: A `Replicate` or `Shard` for each mesh axis, outer axis first; None means replicated.
 
@@ -259,7 +259,8 @@ class ParamMeta:
 
     def to_json(self) -> dict[str, Any]:
         """This as JSON types, without the keys that are None; a placement is the dim it shards, or None."""
-        record: dict[str, Any] = {"name": self.name, "dtype": dtype_name(self.dtype), "shape": list(self.shape)}
+        dtype = dtype_name(self.dtype)
+        record: dict[str, Any] = {"name": self.name, "dtype": dtype, "shape": list(self.shape)}
         if self.owners is not None and self.mesh_shape is not None:
             record |= {"owners": list(self.owners), "mesh_shape": list(self.mesh_shape)}
         if self.placements is not None:
@@ -271,28 +272,34 @@ class ParamMeta:
         """Rebuild what `to_json` wrote.
 
         Raises:
-            MetadataError: A key is unknown, missing or of the wrong type, or the values contradict each other.
+            MetadataError: A key is unknown, missing or of the wrong type, or values contradict each other.
         """
         if not isinstance(record, Mapping):
             raise MetadataError(f"a parameter's metadata must be an object, got {record!r}")
-        unknown = sorted(map(str, record.keys() - _KEYS))
-        missing = sorted({"name", "dtype", "shape"} - record.keys())
+        where = f"metadata of {record.get('name')!r}"
+        unknown = sorted(map(str, record.keys() - _REQUIRED - _LISTS))
+        missing = sorted(_REQUIRED - record.keys())
         if unknown or missing:
-            raise MetadataError(f"metadata of {record.get('name')!r}: unknown keys {unknown}, missing keys {missing}")
-        fields = dict(record) | {"dtype": dtype_from_name(record["dtype"])}
-        for key in _KEYS - {"name", "dtype"}:
-            if not isinstance(fields.get(key, []), list | tuple):
-                raise MetadataError(f"metadata of {record['name']!r}: {key} must be a list, got {fields[key]!r}")
+            raise MetadataError(f"{where}: unknown keys {unknown}, missing keys {missing}")
+        for key in sorted(_LISTS & record.keys()):
+            if not isinstance(record[key], list | tuple):
+                raise MetadataError(f"{where}: {key} must be a list, got {record[key]!r}")
+        fields = dict(record)
+        try:
+            fields["dtype"] = dtype_from_name(record["dtype"])
+        except MetadataError as error:
+            raise MetadataError(f"{where}: {error.message}") from None
         if "placements" in fields:
-            fields["placements"] = tuple(Replicate() if d is None else Shard(d) for d in fields["placements"])
+            fields["placements"] = [Replicate() if dim is None else Shard(dim) for dim in fields["placements"]]
         return cls(**fields)
 
 
-_KEYS: Final = frozenset({"name", "dtype", "shape", "owners", "mesh_shape", "placements"})
+_REQUIRED: Final = frozenset({"name", "dtype", "shape"})
+_LISTS: Final = frozenset({"shape", "owners", "mesh_shape", "placements"})
 
 
 def metadata_digest(metadata: Sequence[ParamMeta]) -> str:
-    """The SHA-256, in hex, of the whole list in order: equal in every process that declares the same model."""
+    """The SHA-256, in hex, of the list in order: equal in every process that declares the same model."""
     records = [meta.to_json() for meta in metadata]
     return hashlib.sha256(json.dumps(records, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -301,17 +308,15 @@ def check_metadata(metadata: Sequence[ParamMeta]) -> None:
     """Refuse metadata that declares one name twice.
 
     Raises:
-        MetadataError: Naming the first parameter that is declared again, or the first item that is no `ParamMeta`.
+        MetadataError: Names the first parameter that is declared again, or an item that is no `ParamMeta`.
     """
     seen: dict[str, int] = {}
     for index, meta in enumerate(metadata):
         if not isinstance(meta, ParamMeta):
             raise MetadataError(f"metadata at index {index} is a {type(meta).__name__}, not a ParamMeta")
         if meta.name in seen:
-            first = seen[meta.name]
-            raise MetadataError(
-                f"parameter {meta.name!r} is declared twice, at index {first} and index {index}", parameter=meta.name
-            )
+            places = f"at index {seen[meta.name]} and index {index}"
+            raise MetadataError(f"parameter {meta.name!r} is declared twice, {places}", parameter=meta.name)
         seen[meta.name] = index
 
 

@@ -60,8 +60,9 @@ class LoaderSink(WeightSink):
         assert self._expected is None, "the previous update was neither committed nor aborted"
         expected: dict[str, ParamMeta] = {}
         for meta in spec.metadata:
-            if expected.setdefault(meta.name, meta) is not meta:
+            if meta.name in expected:
                 raise UpdateRefused(f"{meta.name!r} occurs twice in the update", parameter=meta.name)
+            expected[meta.name] = meta
         model = self._live_model()
         refuse_frozen(model)
         if self._twin is not None:

@@ -29,7 +29,7 @@ def until(holds: Callable[[], bool], *, seconds: float = LIMIT) -> None:
         time.sleep(0.002)
 
 
-def small_model(value: float = 0.0) -> nn.Module:
+def small_model(value: float = 0.0) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     for parameter in model.parameters():
         nn.init.constant_(parameter, value)

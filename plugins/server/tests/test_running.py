@@ -60,10 +60,10 @@ def test_more_calls_than_threads_are_refused() -> None:
         brake.arm()
         async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
             await client.post("/init_weight_transfer_engine", json={"init_info": {}})
-            await client.post("/start_weight_update")
+            headers = {"Weightwire-Update": "u", "Weightwire-Sequence": "0"}
+            await client.post("/start_weight_update", headers=headers)
             metadata = [meta.to_json() for meta in ModuleSource(small_model()).metadata]
             body = {"update_info": {"metadata": metadata, "hold": True}}
-            headers = {"Weightwire-Update": "u", "Weightwire-Sequence": "0"}
             calls = [asyncio.create_task(client.post("/update_weights", json=body, headers=headers)) for _ in range(20)]
             await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
             brake.release()
@@ -144,10 +144,10 @@ def test_hanging_up_ends_the_call(scene: Scene, path: str) -> None:
 
 def host(state: State, backend: str | None, **options: Any) -> str:
     """Serve a worker in this rank; returns its URL."""
-    state["worker"] = Worker(small_model(), backend=backend)
-    server = BoundServer(create_app(state["worker"], **options))
+    state["worker"] = worker = Worker(small_model(), backend=backend)
+    server = BoundServer(create_app(worker, **options))
     server.start()
-    at_tidy(server.stop)
+    at_tidy(server.stop)  # and the worker leaves its trainer
     return server.url
 
 
@@ -208,7 +208,7 @@ def test_a_push_between_processes(ranks: BorrowRanks) -> None:
         assert (known["weight_version"], known["revision"], known["gate"]) == ("one", report.revision, "open")
         assert server.call(checksum) == Worker(model).checksums()
         with torch.no_grad():
-            model[0].weight.add_(1.0)
+            next(model.parameters()).add_(1.0)
         assert trainer.send_weights(weight_version="two").previous == report.revision
         assert server.call(checksum) == Worker(model).checksums()
     finally:
@@ -219,8 +219,10 @@ def test_a_push_between_processes(ranks: BorrowRanks) -> None:
 def test_a_refusal_reaches_the_trainer_as_what_it_was(ranks: BorrowRanks) -> None:
     (server,) = ranks(1)
     url = server.call(host, None, token="t0ken")
+    thief = HTTPVLLMWeightSyncClient(url, token="stolen")
     with pytest.raises(Unauthorized, match="the token is not the one"):
-        HTTPVLLMWeightSyncClient(url, token="stolen").weight_info()
+        thief.weight_info()
+    thief.close()
     client = HTTPVLLMWeightSyncClient(url, token="t0ken")
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(1, 1))
     trainer = WeightTransferTrainerFactory.trainer_init(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from weightwire.collective import Handle, TorchCommunicator
 from weightwire.deadline import Deadline
 from weightwire.engine import WeightTransferEngine
@@ -14,9 +15,8 @@ from weightwire.errors import Unsupported
 from weightwire.fleet import Fleet
 from weightwire.layout import ParamMeta
 from weightwire.link import Link
-from weightwire.packing import BufferRing, Chunk, Slot, plan_chunks, plan_digest
+from weightwire.packing import BufferRing, Chunk, Slot, chunk_views, plan_chunks, plan_digest
 from weightwire.source import as_bytes
-
 from weightwire_nccl.checksum import ChunkChecksums
 from weightwire_nccl.messages import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 
@@ -73,6 +73,13 @@ class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, 
         )
         self._ring = BufferRing(init_info.packed_num_buffers, init_info.packed_buffer_size_bytes, device=self.device)
         self._init_info = init_info
+
+    @property
+    def _ring_size(self) -> tuple[int, int]:
+        """Number of ring buffers, and their bytes together."""
+        assert self._init_info is not None
+        count = self._init_info.packed_num_buffers
+        return count, count * self._init_info.packed_buffer_size_bytes
 
     def plan_digest(self, init_info: NCCLWeightTransferInitInfo) -> str:
         """Digest of the chunks that metadata and buffer size lead to."""
@@ -133,7 +140,8 @@ class _Reception:
         names = [meta.name for meta in metadata]
         self._targets = self._sink.targets(names) if "targets" in self._sink.capabilities else {}
         self._arriving: deque[_Arriving] = deque()
-        self._loose_bytes = 0
+        self._loose_bytes = self._borrowed = 0
+        self._slots, self._ring_bytes = engine._ring_size
         self._checksums = ChunkChecksums(enabled=link.info.checksum)
 
     def run(self, number: int | None) -> None:
@@ -149,8 +157,10 @@ class _Reception:
         source = self._link.info.senders.index(chunk.sender)
         slot = tensor = None
         if chunk.packed:
-            while (slot := self._ring.try_acquire()) is None:
+            while self._borrowed == self._slots:
                 self._take()
+            slot = self._ring.acquire(self._deadline)
+            self._borrowed += 1
             buffer = slot.buffer[: chunk.nbytes]
         else:
             tensor = self._landing(self._metadata[chunk.items[0].index])
@@ -164,7 +174,7 @@ class _Reception:
         if target is not None:
             return target
         # At most one ring's worth of such memory is on its way at a time.
-        while self._arriving and self._loose_bytes + meta.nbytes > self._ring.nbytes * self._ring.count:
+        while self._arriving and self._loose_bytes + meta.nbytes > self._ring_bytes:
             self._take()
         self._loose_bytes += meta.nbytes
         return torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
@@ -176,8 +186,9 @@ class _Reception:
         self._checksums.add(arrived.place, arrived.buffer)
         chunk = self._chunks[arrived.place]
         if arrived.slot is not None:
-            self._unpack(chunk, arrived.buffer)
+            self._sink.load(chunk_views(arrived.buffer, chunk, self._metadata))
             arrived.slot.release()
+            self._borrowed -= 1
             return
         meta = self._metadata[chunk.items[0].index]
         if meta.name in self._targets:
@@ -186,14 +197,6 @@ class _Reception:
         assert arrived.tensor is not None
         self._sink.load([(meta.name, arrived.tensor)])
         self._loose_bytes -= meta.nbytes
-
-    def _unpack(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        pairs = []
-        for item in chunk.items:
-            meta = self._metadata[item.index]
-            piece = buffer[item.offset : item.offset + item.nbytes]
-            pairs.append((meta.name, piece.view(meta.dtype).view(meta.shape)))
-        self._sink.load(pairs)
 
     def _compare(self, number: int | None) -> None:
         payloads = self._link.gather(f"checksum-{number}", self._deadline)

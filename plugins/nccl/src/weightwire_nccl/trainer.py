@@ -6,9 +6,12 @@ large travels from its own storage in pieces, several in flight. Memory beyond t
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
 from weightwire.layout import ParamMeta
@@ -16,7 +19,6 @@ from weightwire.packing import BufferRing, Chunk, Slot, plan_chunks, plan_digest
 from weightwire.report import ProgressEvent
 from weightwire.source import as_bytes
 from weightwire.trainer import TrainerWeightTransferEngine
-
 from weightwire_nccl.checksum import ChunkChecksums
 from weightwire_nccl.messages import NCCLTrainerInitInfo
 
@@ -115,6 +117,15 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
             communicator.close(Deadline(5.0, what="the group to close"))
 
 
+@dataclass(slots=True)
+class _Ready:
+    """A chunk that is complete: its bytes, and what has to live, or to be given back, once they have moved."""
+
+    data: torch.Tensor
+    keep: object = None
+    slot: Slot | None = None
+
+
 class _Sending:
     """One walk over this rank's parameters."""
 
@@ -129,7 +140,9 @@ class _Sending:
             for item in chunk.items
         }
         self._total = sum(item.nbytes for _, _, item in self._mine.values())
-        self._open: Slot | None = None
+        self._due = deque(sorted({place for place, _, _ in self._mine.values()}))
+        self._filling: dict[int, Slot] = {}
+        self._ready: dict[int, _Ready] = {}
         self.sent = 0
         self.checksums = ChunkChecksums(enabled=engine.init_info.checksum)
 
@@ -141,33 +154,38 @@ class _Sending:
         for done, (meta, tensor) in enumerate(engine.pairs()):
             index = places[meta.name]
             if index in self._mine:
-                self._send(index, tensor)
+                self._take(index, tensor)
             self._tell(meta, done + 1)
+        assert not self._due, "every chunk of the plan is complete when the source ends"
         if engine._communicator is not None:
             engine._communicator.flush(self._deadline)
 
-    def _send(self, index: int, tensor: torch.Tensor) -> None:
+    def _take(self, index: int, tensor: torch.Tensor) -> None:
+        """Add a parameter to its chunk, and send what is due: chunks go in the order of the plan."""
         place, chunk, item = self._mine[index]
         data = as_bytes(tensor)
         self.sent += item.nbytes
         if not chunk.packed:
-            self._hand_over(place, data, keep=tensor)
-            return
-        if self._open is None:
-            assert self._engine._ring is not None
-            self._open = self._engine._ring.acquire(self._deadline)
-        self._open.buffer[item.offset : item.offset + item.nbytes].copy_(data)
-        if item is chunk.items[-1]:
-            slot, self._open = self._open, None
-            self._hand_over(place, slot.buffer[: chunk.nbytes], slot=slot)
+            self._ready[place] = _Ready(data, keep=tensor)
+        else:
+            if place not in self._filling:
+                assert self._engine._ring is not None
+                self._filling[place] = self._engine._ring.acquire(self._deadline)
+            buffer = self._filling[place].buffer
+            buffer[item.offset : item.offset + item.nbytes].copy_(data)
+            if item is chunk.items[-1]:
+                self._ready[place] = _Ready(buffer[: chunk.nbytes], slot=self._filling.pop(place))
+        while self._due and self._due[0] in self._ready:
+            place = self._due.popleft()
+            self._hand_over(place, self._ready.pop(place))
 
-    def _hand_over(self, place: int, data: torch.Tensor, *, keep: object = None, slot: Slot | None = None) -> None:
+    def _hand_over(self, place: int, ready: _Ready) -> None:
         communicator = self._engine._communicator
         assert communicator is not None
-        self.checksums.add(place, data)
-        handle = communicator.send(data, self._to, deadline=self._deadline, keep=keep)
-        if slot is not None:
-            slot.release_after(handle)
+        self.checksums.add(place, ready.data)
+        handle = communicator.send(ready.data, self._to, deadline=self._deadline, keep=ready.keep)
+        if ready.slot is not None:
+            ready.slot.release(after=handle)
 
     def _tell(self, meta: ParamMeta, done: int) -> None:
         engine = self._engine

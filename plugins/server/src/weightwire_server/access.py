@@ -54,7 +54,7 @@ def require_token_beyond_loopback(host: str, token: str | None) -> None:
     """
     if token is not None:
         return
-    for *_, address in socket.getaddrinfo(host or None, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+    for *_, address in socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
         if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             raise Unauthorized(
                 f"listening on {host or 'every address'} lets other machines replace the weights: pass a token, or "

@@ -250,12 +250,13 @@ class _Control:
             running = self._engine_threads.submit(lambda: call(deadline))
             watcher = asyncio.create_task(_cancel_when_gone(inbound, deadline)) if watch else None
             try:
-                return await running
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                deadline.cancel(PeerLost(f"the server was stopped during {inbound.what}"))
+                return await running  # the call ends with these words, and they still reach the client
             finally:
                 if watcher is not None:
                     watcher.cancel()
-                if not running.done():  # the server is being stopped
-                    deadline.cancel(PeerLost(f"the server was stopped during {inbound.what}"))
 
 
 async def _cancel_when_gone(inbound: Inbound, deadline: Deadline) -> None:

@@ -13,7 +13,6 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from weightwire.deadline import Deadline
-from weightwire.errors import WeightwireError
 from weightwire.worker import Worker
 from weightwire_server.access import require_token_beyond_loopback
 from weightwire_server.app import create_app
@@ -122,9 +121,4 @@ def serve(
     server = BoundServer(create_app(worker, token=token, **options), host=host, port=port)
     if ready is not None:
         ready(server.url)
-    try:
-        server.run()
-    finally:
-        with suppress(WeightwireError):
-            worker.abort()
-            worker.shutdown()
+    server.run()

@@ -1,0 +1,148 @@
+"""What the ranks of the sink tests do; functions for `Rank.call`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from core.tests.sink_models import same_bits, spec_of
+from weightwire.errors import UpdateRefused
+from weightwire.module_sink import ModuleSink
+from weightwire.sink import CommitReport, Patch
+
+State = dict[str, Any]
+
+
+def join(state: State, rank: int, world: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+
+
+def leave(state: State) -> None:
+    state.clear()
+    dist.destroy_process_group()
+
+
+def network() -> nn.Sequential:
+    """Rows that do not divide by two or four among them."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7), nn.Linear(7, 1, bias=False))
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in network().named_parameters()}
+
+
+def push(sink: ModuleSink, new: dict[str, torch.Tensor], way: str) -> CommitReport:
+    sink.begin(spec_of(new))
+    if way == "load":
+        sink.load(new.items())
+    elif way == "patch":
+        sink.patch([Patch(name, torch.randperm(value.numel()), value.reshape(-1)) for name, value in new.items()])
+        for patch in sink._update.patches.values() if sink._update is not None else ():
+            assert patch.positions.numel() == patch.values.numel()
+            patch.values.copy_(new[patch.name].reshape(-1)[patch.positions])
+    else:
+        for name, target in sink.targets(new).items():
+            assert target.shape == new[name].shape
+            target.copy_(new[name])
+        sink.received(new)
+    sink.prepare()
+    return sink.commit()
+
+
+def forward_of(new: dict[str, torch.Tensor]) -> torch.Tensor:
+    plain = network()
+    plain.load_state_dict(new)
+    with torch.no_grad():
+        return plain(torch.ones(2, 6))  # type: ignore[no-any-return]
+
+
+def receive_into(model: nn.Module, options: dict[str, Any], expected: int) -> None:
+    """Push by every way, with forward passes between, and compare outputs and full tensors."""
+    sink = ModuleSink(model, **options)
+    ways = ("load", "targets", "patch", "load", "targets")
+    for seed, way in enumerate(ways, start=1):
+        new = values(seed)
+        report = push(sink, new, way)
+        if way == "targets":
+            assert report.copied_because == {"DTensor": expected}
+        with torch.no_grad():
+            assert torch.allclose(whole(model(torch.ones(2, 6))), forward_of(new), atol=1e-5), (way, options)
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor):
+                assert same_bits(parameter.full_tensor(), new[name]), name
+    assert len(sink.checksums()) == len(new)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def fsdp(state: State, options: dict[str, Any]) -> None:
+    model = network()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    receive_into(model, options, expected=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+
+
+def fsdp_root_only(state: State, options: dict[str, Any]) -> None:
+    """The root keeps its gathered parameters after a forward pass, under names of plain tensors."""
+    model = network()
+    fully_shard(model)
+    receive_into(model, options, expected=5)
+
+
+def tensor_parallel(state: State, options: dict[str, Any], *, shard: bool) -> None:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
+    model = network()
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    if shard:
+        for layer in model:
+            fully_shard(layer, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+    receive_into(model, options, expected=5 if shard else 4)
+
+
+def placements(state: State) -> None:
+    """Every pair of placements on a 2-D mesh, and both kinds a sink refuses."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = nn.Module()
+    full = torch.arange(7 * 5, dtype=torch.float32).view(7, 5)
+    kinds = (Replicate(), Shard(0), Shard(1))
+    for index, (one, other) in enumerate((one, other) for one in kinds for other in kinds):
+        piece = distribute_tensor(torch.zeros_like(full), mesh, [one, other])
+        model.register_parameter(f"p{index}", nn.Parameter(piece))
+    sink = ModuleSink(model)
+    for way in ("load", "targets", "patch"):
+        new = {name: full + index for index, (name, _) in enumerate(model.named_parameters())}
+        push(sink, new, way)
+        assert all(same_bits(whole(p), new[name]) for name, p in model.named_parameters())
+        full = full + 100
+    dist.barrier()
+
+
+def refused(state: State) -> str:
+    from torch.distributed.tensor import Partial
+
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Module()
+    model.register_parameter("p", nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Partial()])))
+    try:
+        ModuleSink(model).begin(spec_of({"p": torch.zeros(3)}))
+    except UpdateRefused as error:
+        return str(error)
+    return "not refused"
