@@ -37,7 +37,7 @@ from weightwire import Worker
 from weightwire_server import control_routes
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MOST_NEW_TOKENS = 24
+MOST_NEW_TOKENS = 16
 
 
 def model_folder() -> Path:

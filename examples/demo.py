@@ -125,8 +125,9 @@ def push(model: Any, client: HTTPVLLMWeightSyncClient) -> TransferReport:
         task = bar.add_task("begin", total=None)
 
         def show(event: ProgressEvent) -> None:
-            known = {"total": event.bytes, "completed": event.bytes_done} if event.bytes else {}
-            bar.update(task, description=event.phase, **known)
+            bar.update(task, description=event.phase)
+            if event.bytes:
+                bar.update(task, total=event.bytes, completed=event.bytes_done)
 
         trainer.on_progress = show
         try:
@@ -185,11 +186,11 @@ def run() -> None:
         DemoFailed: An answer or a checksum is not what it should be.
     """
     began = time.monotonic()
-    console.print("[dim]Starting a worker with random weights, and loading the real ones here ...[/]")
+    console.print("[dim]Starting a worker with random weights, and loading the real ones here ...[/]", soft_wrap=True)
     with running_worker() as (process, url):
         model = load_real_model()
         wait_until_healthy(process, url)
-        console.print(f"[dim]The worker serves at {url} as process {process.pid}; this is process {os.getpid()}.[/]\n")
+        console.print(f"[dim]The worker, process {process.pid}, serves at {url}.[/]\n")
         if ask(url) == RIGHT_ANSWER:
             raise DemoFailed("the worker knew the answer before it had the weights")
         client = HTTPVLLMWeightSyncClient(url)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from core.tests.sink_models import same_bits, spec_of
@@ -22,7 +24,7 @@ State = dict[str, Any]
 
 def join(state: State, rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world)
 
 
 def leave(state: State) -> None:
@@ -46,10 +48,9 @@ def push(sink: ModuleSink, new: dict[str, torch.Tensor], way: str) -> CommitRepo
     if way == "load":
         sink.load(new.items())
     elif way == "patch":
-        sink.patch([Patch(name, torch.randperm(value.numel()), value.reshape(-1)) for name, value in new.items()])
-        for patch in sink._update.patches.values() if sink._update is not None else ():
-            assert patch.positions.numel() == patch.values.numel()
-            patch.values.copy_(new[patch.name].reshape(-1)[patch.positions])
+        for name, value in new.items():
+            positions = torch.randperm(value.numel())
+            sink.patch([Patch(name, positions, value.reshape(-1)[positions])])
     else:
         for name, target in sink.targets(new).items():
             assert target.shape == new[name].shape
@@ -88,33 +89,40 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fsdp(state: State, options: dict[str, Any]) -> None:
-    model = network()
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    receive_into(model, options, expected=5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
+    """Once with all layers wrapped, once with the root alone, which keeps what it gathered after a forward pass."""
+    for wrapped in (True, False):
+        model = network()
+        for layer in model if wrapped else ():
+            fully_shard(layer)
+        fully_shard(model)
+        receive_into(model, options, expected=5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
 
 
-def fsdp_root_only(state: State, options: dict[str, Any]) -> None:
-    """The root keeps its gathered parameters after a forward pass, under names of plain tensors."""
-    model = network()
-    fully_shard(model)
-    receive_into(model, options, expected=5)
-
-
-def tensor_parallel(state: State, options: dict[str, Any], *, shard: bool) -> None:
+def tensor_parallel(state: State, options: dict[str, Any]) -> None:
+    """Over two ranks alone, over four under FSDP2."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
     model = network()
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    if shard:
+    if ranks > 2:
         for layer in model:
             fully_shard(layer, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
-    receive_into(model, options, expected=5 if shard else 4)
+    receive_into(model, options, expected=4 if ranks == 2 else 5)
+
+
+def all_on_two(state: State, options: dict[str, Any]) -> None:
+    fsdp(state, options)
+    tensor_parallel(state, options)
+    refused(state)
+
+
+def all_on_four(state: State) -> None:
+    tensor_parallel(state, {})
+    placements(state)
 
 
 def placements(state: State) -> None:
@@ -135,14 +143,9 @@ def placements(state: State) -> None:
     dist.barrier()
 
 
-def refused(state: State) -> str:
-    from torch.distributed.tensor import Partial
-
+def refused(state: State) -> None:
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Module()
     model.register_parameter("p", nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Partial()])))
-    try:
+    with pytest.raises(UpdateRefused, match="not boxes"):
         ModuleSink(model).begin(spec_of({"p": torch.zeros(3)}))
-    except UpdateRefused as error:
-        return str(error)
-    return "not refused"

@@ -184,10 +184,12 @@ class TorchCommunicator(Communicator):
         self._longest = _BACKSTOP * stall_limit
         self._closed = False
         routes = _routes(range(world_size), senders)
-        self._outgoing = {to: Flow(to, stall_limit) for sender, to in routes if sender == rank}
+        receivers = [to for sender, to in routes if sender == rank]
+        everybody = Flow(tuple(receivers), stall_limit)
+        self._outgoing = {to: everybody if collective else Flow((to,), stall_limit) for to in receivers}
         # A sender that waits for a stopped receiver keeps the others waiting too: it shall be the first to speak.
         patience = stall_limit + _RECEIVER_SECONDS
-        self._incoming = {sender: Flow(sender, patience) for sender, to in routes if to == rank}
+        self._incoming = {sender: Flow((sender,), patience) for sender, to in routes if to == rank}
         peers = self._outgoing.keys() | self._incoming.keys()
         self._liveness = Liveness(store, rank=rank, peers=peers, labels=labels, hostname=hostname, deadline=deadline)
         self._wire: Wire = connect(
@@ -201,9 +203,10 @@ class TorchCommunicator(Communicator):
             labels=labels,
             liveness=self._liveness,
             timeout=self._longest,
+            window=window,
         )
         self._traffic = Traffic(
-            [*self._outgoing.values(), *self._incoming.values()],
+            list(dict.fromkeys((*self._outgoing.values(), *self._incoming.values()))),
             self._liveness,
             self._wire.settled,
             labels=labels,
@@ -233,7 +236,7 @@ class TorchCommunicator(Communicator):
     def _flows(self, known: dict[int, Flow], peers: Sequence[int]) -> list[Flow]:
         if not peers or len(set(peers)) != len(peers) or not known.keys() >= set(peers):
             raise ValueError(f"rank {self._rank} has such data with ranks {sorted(known)}, not with {list(peers)}")
-        return [known[peer] for peer in peers]
+        return list(dict.fromkeys(known[peer] for peer in peers))
 
     def _queue(
         self,
@@ -248,12 +251,12 @@ class TorchCommunicator(Communicator):
         traffic.check()
         for piece in _cut(buffer, self._piece_bytes):
             ready = [flow for flow in flows if traffic.reached(flow, flow.posted + 1 - self._window, deadline)]
-            if not ready or (self._collective and len(ready) < len(flows)):
+            if not ready:
                 break
             with traffic.lock:
                 if self._closed:
                     break
-                works = start(piece, [flow.peer for flow in ready], min(deadline.remaining() + 1.0, self._longest))
+                works = start(piece, [flow.peers[0] for flow in ready], min(deadline.remaining() + 1.0, self._longest))
                 for flow, work in zip(ready, works, strict=True):
                     traffic.post(flow, work, piece, keep)
         for flow in flows:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightwire.dtensor import reshard
 from weightwire.errors import TransferAborted, Unsupported, UpdateRefused, WeightwireError
-from weightwire.inventory import Entry, Inventory, Views, check_tensor, reshard, scan
+from weightwire.inventory import Entry, Inventory, Views, check_tensor
 from weightwire.layout import ParamMeta
 from weightwire.module_sink import refuse_frozen
 from weightwire.module_update import Plan, Rebind, check_complete
+from weightwire.scan import scan
 from weightwire.sink import CommitMode, CommitReport, Staging, UpdateSpec, WeightSink
 
 
@@ -92,8 +94,7 @@ class LoaderSink(WeightSink):
         """See `WeightSink.load`. What `load_weights` raises becomes an `UpdateRefused` in its words."""
         assert self._expected is not None, "begin comes first"
         assert self._plan is None, "nothing comes in after prepare"
-        if self._twin is None:
-            self._write_live()
+        self._dirty = self._twin is None
         loader = self._live_model() if self._twin is None else self._twin
         self._last = None
         try:
@@ -163,12 +164,10 @@ class LoaderSink(WeightSink):
                     plan.after += [before] * len(twins)
                     plan.before += [rebind.views.tensors[entry.index]] * len(twins)
             try:
-                plan.run(model)
+                plan.run(model if isinstance(model, nn.Module) else None)
             except BaseException:
                 self._torn |= plan.half_copied
                 raise
-            if self._twin is None and isinstance(model, nn.Module):
-                reshard(model)
         self._torn &= not self._full
         report = replace(plan.report(began), in_place=len(self._came) if self._twin is None else 0)
         self._close()
@@ -191,7 +190,6 @@ class LoaderSink(WeightSink):
         module = self._module("reset")
         reshard(module)
         scan(module).zero()
-        self._torn = True
 
     def _module(self, way: str) -> nn.Module:
         model = self._live_model()

@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 from weightwire import staging
+from weightwire.dtensor import reshard
 from weightwire.errors import TransferAborted, UpdateRefused
-from weightwire.inventory import Entry, Group, Views, check_tensor, reshard, scan
+from weightwire.inventory import Entry, Group, Views, check_tensor
 from weightwire.module_update import Chosen, Plan, Rebind, Repetition, Update, check_complete, repetition
 from weightwire.patching import check_patch, ready_patch
+from weightwire.scan import scan
 from weightwire.sink import CommitMode, CommitReport, Patch, Staging, UpdateSpec, WeightSink
+from weightwire.staging_area import StagingArea
 
 
 class ModuleSink(WeightSink):
@@ -48,16 +51,15 @@ class ModuleSink(WeightSink):
         reshard(model)
         self._inventory = scan(model)
         self._resolved: tuple[UpdateSpec, dict[str, Chosen]] | None = None
-        self._buffers: dict[Entry, torch.Tensor] = {}
+        self._area = StagingArea()
         self._update: Update | None = None
         self._last: Repetition | None = None
         self._damaged: set[Entry] = set()
-        self._allocated = 0
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of staging allocated since the last `begin`."""
-        return self._allocated
+        return self._area.allocated_bytes
 
     # Opening an update
 
@@ -76,18 +78,18 @@ class ModuleSink(WeightSink):
         if self._torn:
             self._refuse_half_repair(chosen)
         unknown = set() if self.strict else {meta.name for meta in spec.metadata} - chosen.keys()
-        self._allocated = 0
+        self._area.allocated_bytes = 0
         self._update = Update(chosen, frozenset(unknown))
         if self._last is not None:
             self._last.offer(self._update)
         if staging.POISON and self._update.repeated is not None:
             for rebind in self._update.repeated.rebinds:
-                self._stage(self._update, rebind.group)
+                self._area.stage(self._update, rebind.group)
 
     def _look_again(self, model: nn.Module) -> None:
         self._inventory = scan(model, self._inventory)
         self._resolved = self._last = None
-        self._buffers.clear()
+        self._area.clear()
 
     def _refuse_half_repair(self, chosen: Mapping[str, Chosen]) -> None:
         """Torn weights need an update that brings every parameter, and every buffer that was half written."""
@@ -136,13 +138,14 @@ class ModuleSink(WeightSink):
         if entry.lands(meta):
             self._target(update, name, chosen).copy_(tensor)
         elif self.staging == "in_place":
-            self._write_live()
-            entry.local.copy_(entry.cut(tensor))
+            self._dirty, local = True, entry.local
+            if local.numel():
+                local.copy_(entry.cut(tensor))
         elif entry.group is not None and entry.dense:
-            self._stage(update, entry.group).tensors[entry.index].copy_(tensor)
+            self._area.stage(update, entry.group).tensors[entry.index].copy_(tensor)
         else:
             piece = entry.cut(tensor)
-            self._buffer(update, name, entry, meta.dtype, piece.shape).copy_(piece)
+            self._area.buffer(update, name, entry, meta.dtype, piece.shape).copy_(piece)
 
     def targets(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """See `WeightSink.targets`."""
@@ -162,13 +165,13 @@ class ModuleSink(WeightSink):
         entry, meta = chosen
         group = entry.group
         if group is None or not entry.lands(meta):
-            target = self._buffer(update, name, entry, meta.dtype, torch.Size(meta.shape))
+            target = self._area.buffer(update, name, entry, meta.dtype, torch.Size(meta.shape))
         elif self.staging == "in_place":
-            self._write_live()
+            self._dirty = True
             update.exposed.add(group)
             target = group.views().tensors[entry.index]
         else:
-            target = self._stage(update, group).tensors[entry.index]
+            target = self._area.stage(update, group).tensors[entry.index]
         update.landing[name] = target
         return target
 
@@ -212,40 +215,8 @@ class ModuleSink(WeightSink):
                 update.arrive(patch.name)
                 update.patches[patch.name] = patch
 
-    # Staging
-
     def _copied_because(self, group: Group) -> str | None:
         return group.copied_because or ("commit='copy'" if self.options["commit"] == "copy" else None)
-
-    def _stage(self, update: Update, group: Group) -> Views:
-        """The storage that stands in for the live one of `group` in this update."""
-        views = update.staged.get(group)
-        if views is None:
-            views = group.spare or self._new_views(group)
-            staging.poison(views.storage)
-            group.spare = update.staged[group] = views
-        return views
-
-    def _new_views(self, group: Group) -> Views:
-        live = group.views().tensors
-        # An adopted storage holds others' tensors too: this one alone gets a storage of its own.
-        size, offset = (live[0].nbytes, 0) if group.adopted else (group.storage.nbytes(), None)
-        storage = staging.allocate(size, group.storage.device)
-        self._allocated += size
-        return Views(storage, [staging.view_like(tensor, storage, offset=offset) for tensor in live], ours=True)
-
-    def _buffer(self, update: Update, name: str, entry: Entry, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        """Memory for a tensor that cannot come straight to its place; kept for the next update."""
-        buffer = self._buffers.get(entry)
-        if buffer is None or buffer.dtype != dtype or buffer.shape != shape:
-            size = shape.numel() * dtype.itemsize
-            storage = staging.allocate(size, entry.tensors[0].device)
-            self._allocated += size
-            empty = torch.empty(0, dtype=dtype, device=storage.device)
-            buffer = self._buffers[entry] = empty.set_(storage).view(shape)
-        staging.poison(buffer.untyped_storage())
-        update.buffers[name] = buffer
-        return buffer
 
     # Closing an update
 
@@ -275,7 +246,7 @@ class ModuleSink(WeightSink):
             if group is not None:
                 written.setdefault(group, []).append(name)
         for group, names in written.items():
-            views, reason = self._stage(update, group), self._copied_because(group)
+            views, reason = self._area.stage(update, group), self._copied_because(group)
             entries = [update.chosen[name][0] for name in names]
             if reason is None and not group.adopted:
                 unbuffered = [entry for entry, name in zip(entries, names, strict=True) if name not in update.buffers]
@@ -325,7 +296,7 @@ class ModuleSink(WeightSink):
         with inventory.writing():
             plan.give_way()
             try:
-                plan.run(self._live_model())
+                plan.run(self._live_model() if inventory.sharded else None)
             except BaseException:
                 if plan.half_copied:
                     self._tear(update)
@@ -337,7 +308,7 @@ class ModuleSink(WeightSink):
         self._damaged.clear()
         done, patched = plan.report(began), len(update.patches)
         in_place = len(update.came) - patched - done.copied - done.adopted if self.staging == "in_place" else 0
-        return replace(done, patched=patched, in_place=in_place, allocated_bytes=self._allocated)
+        return replace(done, patched=patched, in_place=in_place, allocated_bytes=self.allocated_bytes)
 
     def abort(self, *, retire: bool = False) -> None:
         """See `WeightSink.abort`. In place, retiring rebinds what was given out, except with `commit="copy"`."""
@@ -348,11 +319,7 @@ class ModuleSink(WeightSink):
             self._tear(update)
         self._dirty = False
         if retire:
-            repeated = update.repeated.rebinds if update.repeated is not None else []
-            for group in (*update.staged, *(rebind.group for rebind in repeated)):
-                group.spare = None
-            for name in update.buffers:
-                self._buffers.pop(update.chosen[name][0], None)
+            self._area.retire(update)
             for group in update.exposed:
                 self._move(group)
             self._last = None
@@ -365,11 +332,11 @@ class ModuleSink(WeightSink):
         """Rebind `group` to a fresh copy of its live storage, into which somebody may still write."""
         if self._copied_because(group) is None:
             with _plain():
-                plan, views = Plan(), self._new_views(group)
+                plan, views = Plan(), self._area.new_views(group)
                 for old, new in zip(group.views().tensors, views.tensors, strict=True):
                     new.copy_(old)
                 plan.add(Rebind(group, views, []), 0)
-                plan.run(self._live_model())
+                plan.run()
                 plan.settle()
                 group.spare, self._inventory.bound = None, None
 
@@ -387,7 +354,6 @@ class ModuleSink(WeightSink):
         reshard(model)
         self._look_again(model)
         self._inventory.zero()
-        self._torn = True
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from weightwire.dtensor import reshard
 from weightwire.errors import UpdateRefused
-from weightwire.inventory import Entry, Group, Views, reshard
+from weightwire.inventory import Entry, Group, Views
 from weightwire.layout import ParamMeta
 from weightwire.patching import ReadyPatch
 from weightwire.sink import CommitReport, Patch
@@ -157,18 +158,23 @@ class Plan:
             sources = [(entry, rebind.views.tensors[entry.index]) for entry in rebind.written]
             self.copies += [(entry, source, "views held elsewhere") for entry, source in sources]
 
-    def run(self, model: nn.Module) -> None:
-        """Patch, rebind, copy. An error undoes the first two; once copies have begun it leaves `half_copied`."""
+    def run(self, sharded: nn.Module | None = None) -> None:
+        """Patch, rebind, copy. An error undoes the first two; once copies have begun it leaves `half_copied`.
+
+        Args:
+            sharded: The model, where it has DTensors: FSDP2 may hold gathered copies of them.
+        """
+        if sharded is not None:
+            reshard(sharded)
         try:
             for patch in self.patches:
                 patch.apply()
             for tensor, after in zip(self.tensors, self.after, strict=True):
                 tensor.data = after
-            if any(entry.picks is not None for entry, _, _ in self.copies):
-                reshard(model)
             for entry, source, _ in self.copies:
                 self.half_copied, local = True, entry.local
-                local.copy_(source if source.shape == local.shape else entry.cut(source))
+                if local.numel():  # the box of an empty piece has no extent at all
+                    local.copy_(source if source.shape == local.shape else entry.cut(source))
             self.half_copied = False
         except BaseException:
             for tensor, before in zip(self.tensors, self.before, strict=True):

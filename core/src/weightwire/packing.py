@@ -51,7 +51,7 @@ class Chunk:
         sender: Trainer rank that sends it.
         packed: Whether it goes through a ring buffer; else it is one tensor, sent from its own storage.
         items: Its parameters, in metadata order.
-        runs: Ranges of `items` that share a dtype and lie end to end, and so move with one call.
+        runs: Ranges of `items` of one dtype and shape that lie end to end, and so are copied and viewed by one call.
         nbytes: Length of the message.
     """
 
@@ -114,8 +114,8 @@ def _aligned(offset: int, align: int) -> int:
 def _pack(sender: int, items: list[ChunkItem], metadata: Sequence[ParamMeta]) -> Chunk:
     starts = [0]
     for place, (last, item) in enumerate(itertools.pairwise(items), start=1):
-        end_to_end = last.offset + last.nbytes == item.offset
-        if not end_to_end or metadata[last.index].dtype != metadata[item.index].dtype:
+        one, other = metadata[last.index], metadata[item.index]
+        if last.offset + last.nbytes != item.offset or one.dtype != other.dtype or one.shape != other.shape:
             starts.append(place)
     runs = tuple(itertools.pairwise([*starts, len(items)]))
     return Chunk(sender, True, tuple(items), runs, items[-1].offset + items[-1].nbytes)
@@ -143,8 +143,7 @@ def fill_chunk(buffer: Tensor, chunk: Chunk, tensors: Mapping[int, Tensor]) -> T
     """
     for items in _runs(chunk):
         parts = [tensors[item.index] for item in items]
-        flat = [part if part.dim() == 1 else part.reshape(-1) for part in parts]
-        torch.cat(flat, out=_bytes_of(buffer, items).view(flat[0].dtype))
+        torch.stack(parts, out=_stacked(buffer, items, parts[0].dtype, parts[0].shape))
     return buffer[: chunk.nbytes]
 
 
@@ -156,12 +155,11 @@ def chunk_views(buffer: Tensor, chunk: Chunk, metadata: Sequence[ParamMeta]) -> 
         chunk: A chunk.
         metadata: What it was planned from.
     """
-    views = []
+    views: list[tuple[str, Tensor]] = []
     for items in _runs(chunk):
         metas = [metadata[item.index] for item in items]
-        flat = _bytes_of(buffer, items).view(metas[0].dtype).split_with_sizes([meta.numel for meta in metas])
-        for meta, part in zip(metas, flat, strict=True):
-            views.append((meta.name, part if len(meta.shape) == 1 else part.view(meta.shape)))
+        tensors = _stacked(buffer, items, metas[0].dtype, metas[0].shape).unbind(0)
+        views += zip([meta.name for meta in metas], tensors, strict=True)
     return views
 
 
@@ -169,8 +167,9 @@ def _runs(chunk: Chunk) -> Iterator[tuple[ChunkItem, ...]]:
     return (chunk.items[first:end] for first, end in chunk.runs)
 
 
-def _bytes_of(buffer: Tensor, items: tuple[ChunkItem, ...]) -> Tensor:
-    return buffer[items[0].offset : items[-1].offset + items[-1].nbytes]
+def _stacked(buffer: Tensor, items: tuple[ChunkItem, ...], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    part = buffer[items[0].offset : items[-1].offset + items[-1].nbytes]
+    return part.view(dtype).view(len(items), *shape)
 
 
 class Pending(Protocol):

@@ -73,7 +73,7 @@ def ready_patch(patch: Patch, entry: Entry, target: torch.Tensor) -> ReadyPatch:
     """
     positions = patch.positions.to(target.device, torch.int64)
     values = patch.values.detach().to(target.device, target.dtype).contiguous()
-    if entry.picks is None and target.is_contiguous():
+    if entry.box is None and target.is_contiguous():
         memory, offsets = target.view(-1), positions
     else:
         offsets, mine = _offsets(positions, entry, target)
@@ -89,17 +89,12 @@ def ready_patch(patch: Patch, entry: Entry, target: torch.Tensor) -> ReadyPatch:
 def _offsets(positions: torch.Tensor, entry: Entry, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where in the memory of `target` the positions lie, and a mask of those that lie there at all."""
     shape = entry.tensors[0].shape
-    picks = entry.picks or tuple(slice(0, size) for size in shape)
-    offsets = torch.zeros_like(positions)
+    starts = (0,) * len(shape) if entry.box is None else entry.box.start
+    offsets, rest = torch.zeros_like(positions), positions
     mine = torch.ones_like(positions, dtype=torch.bool)
-    rest = positions
     for dim in reversed(range(len(shape))):
-        pick, index = picks[dim], rest % shape[dim]
+        index = rest % shape[dim] - starts[dim]
         rest = rest // shape[dim]
-        indices = torch.arange(pick.start, pick.stop) if isinstance(pick, slice) else pick
-        place = torch.full((shape[dim],), -1)
-        place[indices] = torch.arange(len(indices))
-        local = place.to(positions.device)[index]
-        mine &= local >= 0
-        offsets += local * target.stride(dim)
+        mine &= (index >= 0) & (index < target.size(dim))
+        offsets += index * target.stride(dim)
     return offsets[mine], mine

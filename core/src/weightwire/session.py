@@ -164,16 +164,25 @@ class UpdateSession:
             self._release()
 
     @contextmanager
-    def exclusive(self, what: str, deadline: Deadline, *, refuse_while_open: bool = True) -> Iterator[None]:
+    def exclusive(self, what: str, deadline: Deadline, *, after_commit: bool = False) -> Iterator[None]:
         """Hold the session for a call that must not meet an update (shutdown, label, reset).
+
+        Args:
+            what: The call, in words for messages.
+            deadline: How long to wait for a call that is no update, an init say.
+            after_commit: Wait for an update that is committing instead of refusing.
 
         Raises:
             OrderError: An update is on.
         """
-        with self._condition:
-            if refuse_while_open and (self._open or self._busy in ("update", "finish")):
+
+        def free() -> bool:
+            if self._open and not (after_commit and self._busy == "finish"):
                 raise OrderError(f"{what} is not possible while an update is {self.update}: finish or abort it first")
-            deadline.wait_for(lambda: self._busy is None, self._condition, "the worker to become free")
+            return self._busy is None
+
+        with self._condition:
+            deadline.wait_for(free, self._condition, "the worker to become free")
             self._busy = what
         try:
             yield
@@ -190,7 +199,7 @@ class UpdateSession:
         with self._condition:
             self._refuse_ended(update_id)
             if self._open or self._busy is not None:
-                if update_id is not None and update_id == self._update_id and self._open:
+                if update_id is not None and update_id == self._update_id and self._open and self._busy != "finish":
                     yield Answer(known=True)
                     return
                 raise OrderError(f"start_weight_update while an update is {self.update}: finish or abort it first")

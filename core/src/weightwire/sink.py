@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -90,9 +90,6 @@ class WeightSink(ABC):
         strict: Refuse names the model lacks and, in full updates, parameters the update lacks.
         cast: Convert other dtypes instead of refusing them.
         commit: `"swap"` rebinds parameters to the staged storage, `"copy"` keeps every address.
-
-    Attributes:
-        on_dirty: Called once in an in_place update, before the first live byte may change: keep readers out here.
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"load"})
@@ -114,7 +111,6 @@ class WeightSink(ABC):
         self.strict = strict
         self.cast = cast
         self.options = {"staging": staging, "strict": strict, "cast": cast, "commit": commit}
-        self.on_dirty: Callable[[], None] | None = None
         self._dirty = False
         self._torn = False
 
@@ -212,17 +208,13 @@ class WeightSink(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Fill every parameter with zeros, with readers kept out. Buffers stay: an update need not bring them back."""
+        """Fill every parameter with zeros, with readers kept out; `torn` is not touched.
+
+        Buffers stay as they are, since a full update need not bring them back.
+        """
 
     def _lacks(self, way: str) -> Unsupported:
         return Unsupported(f"{type(self).__name__} has no {way}(); it has {', '.join(sorted(self.capabilities))}")
-
-    def _write_live(self) -> None:
-        """To be called before live memory is written or given out."""
-        if not self._dirty:
-            if self.on_dirty is not None:
-                self.on_dirty()
-            self._dirty = True
 
 
 _sinks: dict[int, tuple[weakref.ref[Any], WeightSink]] = {}

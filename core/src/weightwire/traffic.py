@@ -18,33 +18,36 @@ from torch import Tensor
 
 from weightwire import faults
 from weightwire.deadline import Deadline
-from weightwire.errors import PeerLost, PeerStalled, TransferError, WeightwireError
+from weightwire.errors import PeerFailed, PeerLost, PeerStalled, TransferError, WeightwireError
 from weightwire.liveness import Liveness
 
 _SLICE = 0.02
 _NEWS_MILLISECONDS = 200
+_DRAIN_SECONDS = 0.3
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """What goes to one peer, or comes from it. Pieces are counted from 1 and end in order.
+    """What goes to one peer or comes from it. Pieces are counted from 1 and end in order.
 
     Attributes:
-        peer: Its rank.
-        patience: Seconds without a piece, while one is waited for, after which the peer is said to have stopped.
+        peers: Its rank; all receivers' ranks where one operation serves them all.
+        patience: Seconds without a piece, while one is waited for, after which a peer is said to have stopped.
         pending: Operation, piece and whatever else must live until the piece has moved.
         posted: Number of the last piece started.
         moved: Number of the last piece that moved.
         moved_at: When that was; when the flow was last started, if it was idle.
+        lost_at: When a peer was seen to be gone.
         error: Why nothing more will move.
     """
 
-    peer: int
+    peers: tuple[int, ...]
     patience: float
     pending: deque[tuple[Any, Tensor, object]] = field(default_factory=deque)
     posted: int = 0
     moved: int = 0
     moved_at: float = 0.0
+    lost_at: float = 0.0
     error: TransferError | None = None
 
     def check(self) -> None:
@@ -102,7 +105,7 @@ class Traffic:
                 try:
                     flow.pending[0][0].wait()
                 except RuntimeError as error:
-                    flow.error = explain(self._liveness, [flow.peer], error, labels=self._labels, where=self._where)
+                    flow.error = explain(self._liveness, flow.peers, error, labels=self._labels, where=self._where)
                     break
                 flow.pending.popleft()
                 flow.moved += 1
@@ -125,7 +128,7 @@ class Traffic:
                 if flow.error is not None:
                     return False
                 self.check()
-                deadline.check(f"the transfer with {self._labels[flow.peer]}")
+                deadline.check(f"the transfer with {self._names(flow)}")
                 with self.lock:
                     oldest = flow.pending[0][0] if flow.pending else None
                 if oldest is not None and not self._settled(oldest, _SLICE):
@@ -138,13 +141,19 @@ class Traffic:
 
     def _watch(self, flow: Flow, began: float) -> None:
         self._liveness.poll()
-        idle = time.monotonic() - max(flow.moved_at, began)
-        if (failure := self._liveness.failure(flow.peer)) is not None:
-            flow.error = failure
+        now = time.monotonic()
+        idle = now - max(flow.moved_at, began)
+        if (failure := next(filter(None, map(self._liveness.failure, flow.peers)), None)) is not None:
+            flow.lost_at = flow.lost_at or now
+            # What a peer handed to its kernel before it left still arrives.
+            if isinstance(failure, PeerFailed) or now - max(flow.lost_at, flow.moved_at) > _DRAIN_SECONDS:
+                flow.error = failure
         elif idle > flow.patience:
-            flow.error = PeerStalled(
-                f"{self._labels[flow.peer]} is there and has not moved a byte for {idle:.1f} s", rank=self._where
-            )
+            words = f"{self._names(flow)} is there and has not moved a byte for {idle:.1f} s"
+            flow.error = PeerStalled(words, rank=self._where)
+
+    def _names(self, flow: Flow) -> str:
+        return " or ".join(self._labels[peer] for peer in flow.peers)
 
     def stop(self, error: WeightwireError) -> list[tuple[Any, Tensor, object]]:
         """End all waits with `error`, unless something ended them before; returns what is under way."""
@@ -162,12 +171,11 @@ def explain(
     """Say who made an operation with `peers` fail: the connection that broke tells, a little later than gloo."""
     liveness.poll(_NEWS_MILLISECONDS)
     names = " or ".join(labels[peer] for peer in peers)
-    known = (liveness.failure(peer) for peer in peers)
-    if (failure := next((failure for failure in known if failure is not None), None)) is None:
-        stalled = any(word in str(error).lower() for word in ("timed out", "timeout"))
-        kind, what = (PeerStalled, "stopped moving") if stalled else (PeerLost, "was lost")
-        failure = kind(f"{names} {what}: {error}", rank=where)
-    return failure
+    if (failure := next(filter(None, map(liveness.failure, peers)), None)) is not None:
+        return failure
+    stalled = any(word in str(error).lower() for word in ("timed out", "timeout"))
+    kind, what = (PeerStalled, "stopped") if stalled else (PeerLost, "broke")
+    return kind(f"the transfer with {names} {what}: {error}", rank=where)
 
 
 def _fresh(error: WeightwireError) -> WeightwireError:

@@ -27,6 +27,7 @@ from weightwire.traffic import explain
 _CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.0002
 _STORE_SECONDS = 0.002
+_THREADS = 32
 
 _c10d: Any = distributed  # its stubs leave out what groups are built from
 
@@ -35,7 +36,10 @@ class Wire(Protocol):
     """A connected _c10d."""
 
     def send(self, piece: Tensor, to: Sequence[int], timeout: float) -> Sequence[Any]:
-        """Start sending `piece`; returns one operation for each destination, in order."""
+        """Start sending `piece`; returns one operation for each destination, in order.
+
+        Where one operation serves all destinations, `to` is any one of them.
+        """
 
     def receive(self, piece: Tensor, sources: Sequence[int], timeout: float) -> Sequence[Any]:
         """Start receiving `piece` from the only source; returns the only operation."""
@@ -62,6 +66,7 @@ def connect(
     labels: Sequence[str],
     liveness: Liveness,
     timeout: float,
+    window: int,
 ) -> Wire:
     """Connect to all ranks that `routes` (sender, receiver) name together with this one.
 
@@ -76,6 +81,7 @@ def connect(
         labels: Every rank in words.
         liveness: Tells who is alive; closed if connecting fails.
         timeout: Longest time a single operation may take once a connection stands, in seconds.
+        window: Operations that will be under way at a time, to or from one peer.
 
     Raises:
         PeerLost: A rank died or stopped while it connected.
@@ -84,13 +90,13 @@ def connect(
     try:
         if device.type == "cuda":
             return NCCLWire(store, rank=rank, size=len(labels), collective=collective, device=device, timeout=timeout)
-        wire = GlooWire(rank, hostname)
+        # Every rank builds its groups in one total order, so that no two ranks wait for each other.
+        groups = [members for members in _members(sorted(routes), collective) if rank in members]
+        wire = GlooWire(rank, hostname, threads=max(2, min(window, _THREADS // max(1, len(groups)))))
         try:
-            # Every rank builds its groups in one total order, so that no two ranks wait for each other.
-            for members in _members(sorted(routes), collective):
-                if rank in members:
-                    others = [peer for peer in members if peer != rank]
-                    _join(wire, _WatchedStore(store, others, liveness, deadline), members, labels)
+            for members in groups:
+                others = [peer for peer in members if peer != rank]
+                _join(wire, _WatchedStore(store, others, liveness, deadline), members, labels)
         except BaseException:
             reaper.park(wire.release(), keep=[wire])
             raise
@@ -152,13 +158,16 @@ class GlooWire:
     Args:
         rank: This process.
         hostname: Address to bind to.
+        threads: Operations of one group that are under way at a time; the others queue. With one, the connection
+            idles between pieces; pieces of a few MiB need more than two to fill it (measured).
 
     Raises:
-        TransferError: That cannot be done.
+        TransferError: `hostname` cannot be bound to.
     """
 
-    def __init__(self, rank: int, hostname: str) -> None:
+    def __init__(self, rank: int, hostname: str, *, threads: int) -> None:
         self.rank = rank
+        self._threads = threads
         try:
             self._device: Any = _c10d.ProcessGroupGloo.create_device(hostname=hostname)
         except RuntimeError as error:
@@ -176,8 +185,7 @@ class GlooWire:
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [self._device]
         options._timeout = timedelta(seconds=_CONNECT_SECONDS)
-        # With one piece under way at a time the connection idles between pieces; more than two gain nothing.
-        options._threads = 2
+        options._threads = self._threads
         prefixed = _c10d.PrefixStore("group/" + "-".join(map(str, members)), store)
         group = _c10d.ProcessGroupGloo(prefixed, members.index(self.rank), len(members), options)
         reaper.retain(group)
@@ -186,11 +194,8 @@ class GlooWire:
         self._by_route |= {(members[0], to): group for to in members[1:]}
 
     def send(self, piece: Tensor, to: Sequence[int], timeout: float) -> Sequence[Any]:
-        """A broadcast in each destination's group, or one in the group of all."""
-        groups = [self._by_route[self.rank, peer] for peer in to]
-        if len(groups) > 1 and groups[0] is groups[1]:
-            return [self._broadcast(groups[0], piece, timeout)] * len(to)
-        return [self._broadcast(group, piece, timeout) for group in groups]
+        """A broadcast in the group of each destination."""
+        return [self._broadcast(self._by_route[self.rank, peer], piece, timeout) for peer in to]
 
     def receive(self, piece: Tensor, sources: Sequence[int], timeout: float) -> Sequence[Any]:
         """A broadcast in the source's group."""
@@ -246,7 +251,7 @@ class NCCLWire:
     def send(self, piece: Tensor, to: Sequence[int], timeout: float) -> Sequence[Any]:
         """One coalesced batch of sends, or a broadcast."""
         if self._collective:
-            return [self._broadcast(piece, self.rank)] * len(to)
+            return [self._broadcast(piece, self.rank)]
         self._group._start_coalescing()
         for peer in to:
             self._group.send([piece], peer, 0)

@@ -364,10 +364,10 @@ class Worker:
         """Let readers in again.
 
         Raises:
-            WeightsTorn: Only a full update makes the weights fit to read.
+            OrderError: The weights are torn: only a full update makes them fit to read.
         """
         if self.torn:
-            raise WeightsTorn("the weights are torn: push a full update before resuming")
+            raise OrderError("resume while the weights are torn: push a full update first")
         self.gate.resume()
 
     @property
@@ -404,7 +404,8 @@ class Worker:
             OrderError: An update is on.
         """
         deadline = deadline or Deadline(ABORT_SECONDS, what="weight_checker reset")
-        with self.session.exclusive("weight_checker reset", deadline), self.gate.exclusive(deadline):
+        alone = self.session.exclusive("weight_checker reset", deadline, after_commit=True)
+        with alone, self.gate.exclusive(deadline):
             self._main.sink.reset()
             self._main.zeroed = True
             self._main.revision = Revision.fresh()

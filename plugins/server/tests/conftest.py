@@ -16,9 +16,14 @@ class _Switch:
     """One server for all tests, which takes a second to start and stop; each test puts its app in."""
 
     app: ASGIApp
+    active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope, receive, send)
+        self.active += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.active -= 1
 
 
 @pytest.fixture(scope="session")
@@ -31,5 +36,5 @@ def switch() -> Iterator[tuple[_Switch, str]]:
 @pytest.fixture
 def scene(switch: tuple[_Switch, str]) -> Iterator[Scene]:
     switched, url = switch
-    with Scene(url, lambda app: setattr(switched, "app", app)) as made:
+    with Scene(url, lambda app: setattr(switched, "app", app), lambda: switched.active) as made:
         yield made

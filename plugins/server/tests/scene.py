@@ -42,11 +42,13 @@ class Scene:
     Args:
         url: Where the app is served.
         put: Puts an app there.
+        active: How many requests are being answered there.
     """
 
-    def __init__(self, url: str, put: Callable[[ASGIApp], None]) -> None:
+    def __init__(self, url: str, put: Callable[[ASGIApp], None], active: Callable[[], int]) -> None:
         self.url = url
         self._put = put
+        self._active = active
         self._http = httpx.Client(base_url=url, timeout=LIMIT, trust_env=False)
         self._threads = ThreadPoolExecutor(8)
         self._readers: list[Hold] = []
@@ -103,6 +105,16 @@ class Scene:
     def later(self, call: Callable[[], httpx.Response]) -> Future[httpx.Response]:
         future = self._threads.submit(call)
         self.running.append(future)
+        return future
+
+    def waiting(self, call: Callable[[], httpx.Response]) -> Future[httpx.Response]:
+        """Have `call` reach the server, and see that it is not answered."""
+        before = self._active()
+        future = self.later(call)
+        until(lambda: self._active() > before)
+        for _ in range(3):  # meanwhile the server has turned to it
+            assert self.get("/weight_info").status_code == 200
+        assert not future.done()
         return future
 
     # The calls of an update

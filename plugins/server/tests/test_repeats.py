@@ -25,9 +25,8 @@ def test_a_whole_update_repeated_call_by_call_commits_once(scene: Scene) -> None
 
 def test_a_repetition_of_a_running_update_waits_for_it(scene: Scene) -> None:
     scene.enter("receiving")
-    again = scene.later(lambda: scene.update("u1", 0))
-    other = scene.update("u1", 1)
-    assert other.status_code == 409
+    again = scene.waiting(lambda: scene.update("u1", 0))
+    assert scene.update("u1", 1).status_code == 409
     assert not again.done()
     scene.release()
     assert again.result().status_code == 200
