@@ -67,7 +67,7 @@ def running_worker() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     finally:
         process.terminate()
         try:
-            process.wait(timeout=5)
+            process.wait(timeout=2)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -154,7 +154,8 @@ def show_report(report: TransferReport, before: dict[str, Any], after: dict[str,
         table.add_row(
             name, f"label {told['weight_version']!r}, revision {revision['lineage'][:8]}/{revision['number']}"
         )
-    console.print(table, "")
+    console.print(table)
+    console.print("[dim]A first push also fetches the memory that the next ones find in place.[/]\n")
 
 
 def compare_checksums(model: Any, client: HTTPVLLMWeightSyncClient) -> int:

@@ -142,6 +142,14 @@ def resources(state: State) -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
+def settle_at(state: State, expected: tuple[int, int]) -> tuple[int, int]:
+    """`resources`, once they are as expected or 5 s have passed: a thread of the kernel's outlives its join a little."""
+    until = time.monotonic() + 5
+    while (now := resources(state)) != expected and time.monotonic() < until:
+        time.sleep(0.01)
+    return now
+
+
 def connected(ranks: BorrowRanks, count: int, path: Path, name: str = "store", **options: Any) -> list[Rank]:
     """`count` ranks with a communicator."""
     lent = ranks(count)

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _collective_utils, _redistribute
 
 from weightwire.testing.fixtures import BorrowRanks
 
@@ -23,15 +25,19 @@ def join(state: State, rank: int, world: int, store: str) -> None:
     """Make the default process group, which a DTensor needs; weightwire never does."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=20)
+        "gloo", store=FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=20)
     )
     state["meshes"] = {}
 
 
 def leave(state: State) -> None:
-    """Destroy it, and whatever a test kept on it."""
+    """Destroy it, and all that keeps its threads alive: DTensor's caches hold meshes, which hold their groups."""
     state.clear()
     dist.destroy_process_group()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
 
 
 class Group:

@@ -12,6 +12,7 @@ import time
 
 import torch
 from torch._C._distributed_c10d import FileStore
+
 from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
 from weightwire.errors import PeerStalled

@@ -20,6 +20,7 @@ from core.tests.collective_ranks import (
     receive,
     resources,
     send,
+    settle_at,
 )
 from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
@@ -167,7 +168,7 @@ def test_nothing_is_left_after_many_lives(strict_ranks: BorrowRanks, tmp_path: P
         assert lent[1].call(receive, [100], 0)
         sent.result()
         close_all(lent)
-    assert [rank.call(resources) for rank in lent] == before
+    assert [rank.call(settle_at, one) for rank, one in zip(lent, before, strict=True)] == before
 
 
 def test_what_was_sent_arrives_after_the_sender_closed_and_died(ranks: BorrowRanks, tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from weightwire.testing.fixtures import BorrowRanks
 
 from core.tests import exiting
 from core.tests.collective_ranks import State, connect, receive_zeros
+from weightwire.testing.fixtures import BorrowRanks
 
 
 def connect_twice(state: State, first: str, second: str) -> None:

@@ -71,8 +71,8 @@ def on_four_ranks(draw: st.DrawFn) -> ParamMeta:
     return ParamMeta("w", torch.int64, shape, owners=owners, mesh_shape=mesh_shape, placements=chosen)
 
 
-def test_box_is_what_dtensor_holds(ranks: BorrowRanks, tmp_path: Path) -> None:
-    with process_group(ranks, 4, tmp_path) as group:
+def test_box_is_what_dtensor_holds(strict_ranks: BorrowRanks, tmp_path: Path) -> None:
+    with process_group(strict_ranks, 4, tmp_path) as group:
 
         @settings(max_examples=15)
         @given(st.lists(on_four_ranks(), min_size=1, max_size=12))
@@ -121,10 +121,10 @@ def shard_two_ways(state: State, mesh_shape: tuple[int, int], rows: int) -> dict
     [((2, 2), 8), ((2, 2), 10), ((2, 2), 5), ((2, 2), 3), ((3, 2), 7), ((3, 2), 13)],
 )
 def test_fsdp_over_tensor_parallelism(
-    ranks: BorrowRanks, tmp_path: Path, mesh_shape: tuple[int, int], rows: int
+    strict_ranks: BorrowRanks, tmp_path: Path, mesh_shape: tuple[int, int], rows: int
 ) -> None:
     world = mesh_shape[0] * mesh_shape[1]
-    with process_group(ranks, world, tmp_path) as group:
+    with process_group(strict_ranks, world, tmp_path) as group:
         seen = group.run(shard_two_ways, mesh_shape, rows)
     metadata: list[ParamMeta] = seen[0]["metadata"]
     assert "_StridedShard" in seen[0]["torch"][0]

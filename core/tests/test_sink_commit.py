@@ -392,7 +392,7 @@ def test_a_graph_recorded_before_keeps_its_weights() -> None:
 def test_a_compiled_model_sees_new_weights_without_compiling_again() -> None:
     torch._dynamo.reset()
     model = layers()
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     sink, x = ModuleSink(model), torch.ones(2, 4)
     for number in (1.0, 2.0, 3.0):
         push(sink, finite(model, number))
@@ -533,3 +533,12 @@ def test_patches_fit_every_layout() -> None:
     for name, tensor in start.items():
         tensor.view(-1)[positions[name]] = new[name].reshape(-1)[positions[name]]
     assert holds(model, start)
+
+
+def test_without_the_private_count_everything_is_rebound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    model = layers(1)
+    view = model[0].bias.detach()
+    assert push(ModuleSink(model), values(model, 1)).swapped == 2
+    assert holds(model, values(model, 1))
+    assert not bool(same_bits(view, model[0].bias))

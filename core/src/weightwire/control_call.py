@@ -32,7 +32,7 @@ class ControlCall:
         error: BaseException | None = None
         try:
             self._call()
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001  raised again on the caller's thread
             error = raised
         with self._condition:
             self._ended, self._error = True, error
@@ -58,8 +58,12 @@ class ControlCall:
             deadline.wait_for(lambda: self._ended, self._condition, self._what)
 
     def result(self) -> None:
-        """Wait for the call and raise what it raised."""
+        """Wait until the call has succeeded.
+
+        Raises:
+            BaseException: What the deadline was cancelled with meanwhile: a rank's own words by the rendezvous, or
+                else what the call raised.
+        """
+        with self._condition:
+            self._deadline.wait_for(lambda: self._ended and self._error is None, self._condition, self._what)
         self.conclude()
-        self.ended(self._deadline)
-        if self._error is not None:
-            raise self._error

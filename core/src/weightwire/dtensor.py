@@ -17,6 +17,7 @@ from weightwire.errors import Unsupported
 from weightwire.layout import Placement, Replicate, Shard
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -48,17 +49,32 @@ def _loaded(module: str, name: str) -> Any:
 
 
 def mesh_layout(tensor: DTensor) -> MeshLayout:
-    """Read a DTensor's layout; global shapes and ranks only, nothing is gathered."""
-    grid = tensor.device_mesh.mesh
-    shape = tuple(grid.shape)
-    order = cutting_order(tensor.placements, shape)
+    """Read a DTensor's layout; global shapes and ranks only, nothing is gathered.
+
+    A mesh sliced out of a larger one (`mesh["dp"]`) is taken with its siblings: under FSDP2 over tensor parallelism a
+    norm is sharded on `dp` alone, each tensor-parallel rank has a mesh of its own for it, and all hold the same.
+    That adds an outer axis that replicates, and makes the layout the same on every rank.
+    """
+    grid = _with_siblings(tensor.device_mesh)
+    placements: list[Any] = list(tensor.placements)
+    outer = grid.ndim - len(placements)
+    order = cutting_order(placements, tuple(grid.shape)[outer:])
     if order is None:
-        words = ", ".join(map(str, tensor.placements))
-        reason = f"placements ({words}) on a mesh of {shape} are not boxes of the tensor"
-        return MeshLayout(tuple(grid.flatten().tolist()), shape, None, reason)
-    grid = grid.permute(order)
-    plain = [_plain(tensor.placements[axis], tensor.ndim) for axis in order]
+        words = ", ".join(map(repr, placements))
+        reason = f"placements ({words}) on a mesh of {tuple(tensor.device_mesh.shape)} are not boxes of the tensor"
+        return MeshLayout(tuple(grid.flatten().tolist()), tuple(grid.shape), None, reason)
+    grid = grid.permute([*range(outer), *(outer + axis for axis in order)])
+    plain = [Replicate()] * outer + [_plain(placements[axis], tensor.ndim) for axis in order]
     return MeshLayout(tuple(grid.flatten().tolist()), tuple(grid.shape), tuple(plain))
+
+
+def _with_siblings(mesh: DeviceMesh) -> Tensor:
+    """The ranks of a mesh; with a leading axis over all slices of its kind if it is a slice of a larger mesh."""
+    layout, ranks = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
+    if layout is None or ranks is None:
+        return mesh.mesh
+    slices: Tensor = layout.remap_to_tensor(ranks)
+    return slices[0] if len(slices) == 1 else slices
 
 
 def cutting_order(placements: Sequence[Any], mesh_shape: tuple[int, ...]) -> list[int] | None:
@@ -116,7 +132,15 @@ def is_member(tensor: DTensor) -> bool:
 
 
 def whole(tensor: DTensor) -> Tensor:
-    """The full tensor: a collective among the ranks of its mesh."""
+    """The full tensor: a collective among the ranks of its mesh.
+
+    Raises:
+        Unsupported: The ranks along an axis of the mesh do not ascend: torch would put the pieces together in
+            ascending order all the same.
+    """
+    ranks = tensor.device_mesh.mesh
+    if any(bool((ranks.diff(dim=axis) < 0).any()) for axis in range(ranks.ndim)):
+        raise Unsupported(f"torch gathers in ascending order of ranks, and the device mesh is {ranks.tolist()}")
     with torch.no_grad():
         return tensor.full_tensor()
 

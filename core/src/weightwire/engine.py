@@ -241,6 +241,11 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     def disconnect(self, *, error: BaseException | None = None) -> None:
         """Take the data plane down; with `error` it has failed and must not be waited for."""
 
+    def release(self) -> None:
+        """Take the data plane of a dead link down, from any thread; `shutdown` does the rest."""
+        if self.link is not None and not self.link.alive:
+            self.disconnect(error=self.link.rendezvous.failure)
+
     def shutdown(self) -> None:
         """Release the data plane and leave the link; idempotent, and init is possible again afterwards."""
         link, self.link = self.link, None

@@ -27,6 +27,7 @@ class Mailbox:
         closed: The host ended the epoch in good order.
         left: This member did.
         opened: This member has been welcomed.
+        on_death: Called once, without arguments, when the epoch has died; from whichever thread learnt of it.
     """
 
     def __init__(self, post: Callable[[bytes], object]) -> None:
@@ -35,6 +36,7 @@ class Mailbox:
         self.closed = False
         self.left = False
         self.opened = False
+        self.on_death: Callable[[], object] | None = None
         self._post = post
         self._condition = threading.Condition()
         self._replies: dict[str | int, Frame | None] = {}
@@ -63,7 +65,14 @@ class Mailbox:
             watched = tuple(self._watched)
         for deadline in watched:
             deadline.cancel(_copy(error))
+        if self.on_death is not None:
+            self.on_death()
         return True
+
+    def wait_dead(self, seconds: float) -> None:
+        """Wait for the epoch to die, for so long at most."""
+        with self._condition:
+            self._condition.wait_for(lambda: self.failure is not None, seconds)
 
     def leave(self) -> bool:
         """End all waiting because this member leaves; whether it had not before."""

@@ -8,7 +8,6 @@ weightwire adds travels under the one key `weightwire`, whose absence marks a st
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -43,9 +42,13 @@ def _matches(value: object, annotation: Any) -> bool:
     return isinstance(value, annotation)
 
 
-@functools.cache
+_known_annotations: dict[type, dict[str, Any]] = {}
+
+
 def _annotations(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    if cls not in _known_annotations:
+        _known_annotations[cls] = typing.get_type_hints(cls)
+    return _known_annotations[cls]
 
 
 def _spelled(annotation: Any) -> str:

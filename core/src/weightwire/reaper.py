@@ -100,7 +100,10 @@ def wait_until_empty(deadline: Deadline) -> None:
         DeadlineExceeded: Some operation had not ended.
     """
     with _condition:
+        thread = _thread
         deadline.wait_for(lambda: not _parked and _thread is None, _condition, "the reaper of failed groups")
+    if thread is not None:
+        thread.join(deadline.remaining())
 
 
 def settled(work: Any, seconds: float) -> bool:

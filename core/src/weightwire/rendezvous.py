@@ -58,6 +58,8 @@ __all__ = ["JSON", "Outcome", "RankError", "Rendezvous"]
 _SECRET_BYTES: Final = 16
 _PARTING_SECONDS: Final = 0.5
 _FAIL_SECONDS: Final = 0.2
+_DEAD_SECONDS: Final = 0.05
+_EXPLAIN_SECONDS: Final = 0.3
 _AGAIN_SECONDS: Final = 0.05
 _TRIES: Final = 3
 
@@ -264,9 +266,27 @@ class Rendezvous:
             self._post(encode({"type": "fail", "error": error.to_json()}), sent.set)
             sent.wait(_FAIL_SECONDS)
 
+    def explain(self, error: BaseException) -> BaseException:
+        """What happened, in the words of this rendezvous if it knows better than the data plane.
+
+        A connection of the data plane that breaks names a rank; the rendezvous also knows its process and what it was
+        doing, and hears of it within a moment.
+        """
+        if not isinstance(error, PeerLost) or isinstance(error, PeerStalled):
+            return error
+        self._mailbox.wait_dead(_EXPLAIN_SECONDS)
+        failure = self._mailbox.failure
+        return error if failure is None or self.closed else failure
+
     def watch(self, deadline: Deadline) -> AbstractContextManager[None]:
         """While the block runs, a failure of this epoch cancels `deadline`; one that was before, at once."""
         return self._mailbox.watch(deadline)
+
+    def when_dead(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once when this epoch has died or was closed; it must not block, nor call `close`."""
+        self._mailbox.on_death = callback
+        if self.failure is not None:
+            callback()
 
     def note_phase(self, name: str) -> None:
         """Say what this member does now, for the message that names it should it die."""
@@ -289,12 +309,15 @@ class Rendezvous:
         return store
 
     def close(self) -> None:
-        """Leave in good order; the host ends the epoch for all. Takes less than 1 s, and may be called again."""
+        """Leave in good order; the host ends the epoch for all. Takes less than 1 s, and may be called again.
+
+        A dead epoch is left without waiting: whoever raises its failure is not held up by a peer that is stopped.
+        """
         if os.getpid() != self._process:
             return  # a fork: the thread and the connections are the parent's
         if self._mailbox.leave():
             self._loop.call(self._part)
-        self._loop.join(2 * _PARTING_SECONDS)
+        self._loop.join(2 * _PARTING_SECONDS if self.failure is None else _DEAD_SECONDS)
 
     def _greet(self, sock: socket.socket, hello: bytes, deadline: Deadline) -> None:
         connection = Connection(self._loop, sock, on_frame=self._receive, on_end=self._lose_host)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weightwire import faults
 from weightwire.deadline import Deadline
-from weightwire.errors import UpdateRefused, WeightsTorn, WeightwireError, describe
+from weightwire.errors import PeerLost, UpdateRefused, WeightsTorn, WeightwireError, describe
 from weightwire.gate import Gate
 from weightwire.layout import metadata_digest
 from weightwire.link import base_error
@@ -64,7 +64,7 @@ class Round:
         self.writes_live = False
         """Whether bytes go straight into the weights that serve, so that nobody may read."""
         self._begun = False
-        self._in_step = True
+        self._heard = False
         self.number: int | None = None
         self.revision: Revision | None = None
         self.bytes = 0
@@ -83,14 +83,19 @@ class Round:
                 self._begin(update_info, deadline)
                 faults.reach("worker.begin")
             with self._timed("receive"):
-                self._in_step = False
-                self._engine.receive_weights(update_info)
-                self._in_step = True
+                self._receive(update_info)
             faults.reach("worker.received")
+
+    def _receive(self, update_info: WeightTransferUpdateInfo) -> None:
+        link = self._engine.link
+        try:
+            self._engine.receive_weights(update_info)
+        except PeerLost as raised:
+            error = link.rendezvous.explain(raised) if link is not None else raised
+            raise error from raised if error is not raised else raised.__cause__
 
     def _begin(self, update_info: WeightTransferUpdateInfo, deadline: Deadline) -> None:
         link = self._engine.link
-        self._in_step = False
         spec = self._engine.update_spec(update_info)
         refusal: WeightwireError | None = None
         try:
@@ -112,9 +117,8 @@ class Round:
             }
             payload = {"revision": self._held.to_json() if self._held else None}
             outcome = link.begin(self.number, deadline, agree=agree, error=refusal, payload=payload)
-            self._in_step = True
+            self._heard = not outcome.unanimous
             outcome.raise_failed()
-        self._in_step = True
         if refusal is not None:
             raise refusal
         self._begun = True
@@ -186,9 +190,8 @@ class Round:
                 raise refusal
             return
         with self._timed("vote"):
-            self._in_step = False
             outcome = link.vote(self.number, deadline, error=refusal)
-            self._in_step = True
+            self._heard = not outcome.unanimous
             outcome.raise_failed()
 
     def report(self, commit: CommitReport) -> None:
@@ -204,11 +207,18 @@ class Round:
         }
         link.done(self.number, {"bytes": self.bytes, "seconds": self.seconds, "details": details})
 
-    def abort(self, error: BaseException) -> None:
-        """Drop what was staged. Where ranks may be out of step the link goes down with `error`."""
-        if not self._in_step:
+    def abort(self, error: BaseException, *, heard: bool = False) -> None:
+        """Drop what was staged.
+
+        Args:
+            error: Why.
+            heard: Whether every rank knows already, or no rank waits for this one. Otherwise the link goes down with
+                `error`, and the staged storage with it, since late bytes may still arrive there.
+        """
+        heard = heard or self._heard
+        if not heard:
             self._engine.failed(error)
-        self._sink.abort(retire=not self._in_step)
+        self._sink.abort(retire=not heard)
 
     @contextmanager
     def _watched(self, deadline: Deadline) -> Iterator[None]:

@@ -190,6 +190,19 @@ class UpdateSession:
             self._release()
 
     @contextmanager
+    def if_idle(self) -> Iterator[bool]:
+        """Hold the session if no update is on and nobody works; yields whether it does, without waiting."""
+        with self._condition:
+            idle = self.idle
+            if idle:
+                self._busy = "housekeeping"
+        try:
+            yield idle
+        finally:
+            if idle:
+                self._release()
+
+    @contextmanager
     def starting(self, update_id: str | None, lease: Deadline) -> Iterator[Answer]:
         """Open an update; the answer is known where this id has it open already.
 
@@ -294,6 +307,13 @@ class UpdateSession:
                     self._running.cancel(reason)
                 deadline.wait_for(lambda: self._busy is None, self._condition, "the running update to let go")
                 return True
+        return self.drop_open(drop, reason)
+
+    def drop_open(self, drop: Callable[[], None], reason: TransferAborted) -> bool:
+        """End an open update that nobody works on; returns whether there was one. Never waits."""
+        with self._condition:
+            if not self._open or self._busy is not None:
+                return False
             self._busy = "abort"
         try:
             drop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import mmap
@@ -31,7 +32,8 @@ def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
         pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"no {nbytes} bytes for staging: {error}") from error
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
     padding = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % HUGE_PAGE
     return torch.frombuffer(pages, dtype=torch.uint8, offset=padding, count=nbytes).untyped_storage()
 
@@ -85,13 +87,13 @@ def copy_uncovered(source: torch.UntypedStorage, target: torch.UntypedStorage, c
     return copied
 
 
-def count_users(handles: Iterable[int]) -> list[int]:
+def count_users(handles: Iterable[int]) -> list[int] | None:
     """How many tensors and storage objects refer to each storage, given by `storage._cdata`.
 
-    The count is private API of torch; where it is missing the answer is 0, and held views are not noticed.
+    The count is private API of torch; where it is missing the answer is None, and held views are not noticed.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
-    return [0] * len(list(handles)) if count is None else list(map(count, handles))
+    return None if count is None else list(map(count, handles))
 
 
 def sha256(tensor: torch.Tensor) -> str:

@@ -23,9 +23,11 @@ from weightwire.clients.protocol import ControlPlane, PauseMode, VLLMWeightSyncC
 from weightwire.control_call import ControlCall
 from weightwire.deadline import Deadline
 from weightwire.errors import (
+    DeadlineExceeded,
     HandshakeError,
     MetadataError,
     NotInitialised,
+    PeerLost,
     TransferError,
     Unsupported,
     WeightwireError,
@@ -40,6 +42,8 @@ from weightwire.report import ProgressCallback, TransferReport
 from weightwire.session import Revision
 from weightwire.source import WeightSource, checked
 from weightwire.trainer_round import TrainerRound
+
+_RETRY_SECONDS = 0.05
 
 TTrainerInitInfo = TypeVar("TTrainerInitInfo", bound=TrainerInitInfo)
 
@@ -234,16 +238,28 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
                 epoch=self._epoch,
                 peer_timeout=info.peer_timeout,
             )
-        rendezvous = Rendezvous.join(
-            address=info.master_address,
-            port=info.master_port,
-            rank=self.rank,
-            secret=self._secret,
-            epoch=self._epoch,
-            deadline=deadline,
-        )
+        rendezvous = self._join_rank_zero(deadline)
         self.fleet = Fleet(self._trainers, self._senders, rendezvous.workers)
         return rendezvous
+
+    def _join_rank_zero(self, deadline: Deadline) -> Rendezvous:
+        """Join the link that rank 0 hosts, or will host: trainer ranks come up in any order."""
+        info = self.init_info
+        while True:
+            try:
+                return Rendezvous.join(
+                    address=info.master_address,
+                    port=info.master_port,
+                    rank=self.rank,
+                    secret=self._secret,
+                    epoch=self._epoch,
+                    deadline=deadline,
+                )
+            except PeerLost as lost:
+                try:
+                    deadline.sleep(_RETRY_SECONDS)
+                except DeadlineExceeded:
+                    raise lost from None
 
     def _link_info(self) -> dict[str, Any]:
         assert self._listener is not None
@@ -379,15 +395,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
     def _reopen(self, deadline: Deadline) -> None:
         if self.rendezvous is not None:
             self._take_down(self.rendezvous.failure or HandshakeError("the link is opened again"))
-        while True:
-            try:
-                return self._open(deadline)
-            except HandshakeError:
-                # Another trainer rank noticed the loss first: rank 0 may still be serving the old epoch.
-                if self.is_sender:
-                    raise
-                self._epoch -= 1
-                deadline.sleep(0.05)
+        self._open(deadline)
 
     def _send(self, label: str | None, deadline: Deadline, *, reinitialised: bool) -> TransferReport:
         assert self.rendezvous is not None
@@ -396,8 +404,9 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         try:
             with self.rendezvous.watch(deadline):
                 report = current.run(reinitialised=reinitialised)
-        except BaseException as error:
+        except BaseException as raised:
             current.conclude()
+            error = self.rendezvous.explain(raised)
             lost = not current.begun and (not self.linked or isinstance(error, NotInitialised))
             if not current.refused:
                 self._take_down(error)
@@ -405,7 +414,9 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
                     # Fire and forget: a server that stopped must not hold up the error.
                     ControlCall(lambda: self.control.abort(5.0), deadline, what="abort_weight_update").conclude()
             if lost and isinstance(error, WeightwireError):
-                raise _LinkWasLost(error) from error
+                raise _LinkWasLost(error) from raised
+            if error is not raised:
+                raise error from raised
             raise
         self.acknowledged = Revision.from_json(report.revision)
         self.next_revision = Revision(self.next_revision.lineage, self.next_revision.number + 1)

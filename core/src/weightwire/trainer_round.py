@@ -55,6 +55,11 @@ class TrainerRound:
         """Whether the round ended with a refusal that every rank heard of, so that the link stays."""
 
     def run(self, *, reinitialised: bool) -> TransferReport:
+        """Go through the round.
+
+        Raises:
+            WeightwireError: As `TrainerWeightTransferEngine.send_weights`.
+        """
         engine, number = self._engine, self._number
         with self._timed("begin"):
             self._tell("begin")

@@ -182,6 +182,8 @@ class Worker:
             finally:
                 engine.under(None)
             self._link_info, self._connected = info, True
+        if engine.link is not None:
+            engine.link.rendezvous.when_dead(self._link_ended)
 
     def _parsed_link(self, init_info: dict[str, Any]) -> LinkInfo | None:
         record = init_info.get("weightwire") if isinstance(init_info, dict) else None
@@ -330,7 +332,7 @@ class Worker:
         self._sweep()
         deadline = deadline or Deadline(ABORT_SECONDS, what="abort_weight_update")
         reason = TransferAborted("the update was aborted by abort_weight_update")
-        return self.session.abort(update_id, deadline, lambda: self._drop(reason), reason=reason)
+        return self.session.abort(update_id, deadline, lambda: self._drop(reason, heard=True), reason=reason)
 
     def shutdown(self, *, deadline: Deadline | None = None) -> None:
         """Leave the trainer; the model goes on serving what it has.
@@ -413,10 +415,10 @@ class Worker:
 
     # Housekeeping
 
-    def _drop(self, error: BaseException) -> None:
+    def _drop(self, error: BaseException, *, heard: bool = False) -> None:
         current, self._round = self._round, None
         if current is not None:
-            current.abort(error)
+            current.abort(error, heard=heard)
         if self._engine is not None:
             self._engine.reset_weight_update_target()
         self._target = self._main
@@ -431,7 +433,14 @@ class Worker:
         else:
             return
         error = TransferAborted(f"the update was dropped: {reason}")
-        self.session.abort(None, Deadline(ABORT_SECONDS), lambda: self._drop(error), reason=error)
+        self.session.drop_open(lambda: self._drop(error, heard=True), error)
+
+    def _link_ended(self) -> None:
+        """The trainer is gone: let go of what its link held. A call that is at work does so itself."""
+        self._sweep()
+        with self.session.if_idle() as idle:
+            if idle and self._engine is not None:
+                self._engine.release()
 
     def _update_state(self) -> None:
         """Keep readers out where the live weights are not fit to read."""

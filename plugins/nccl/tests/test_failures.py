@@ -26,7 +26,7 @@ from weightwire.testing.pool_process import Rank
 from weightwire.testing.workers import host_workers
 
 STALL_LIMIT = 2.0
-COUNT, BYTES = 64, 4 << 20
+COUNT, BYTES = 16, 4 << 20
 
 
 def blocks(state: State, value: float = 0.0, count: int = COUNT, nbytes: int = BYTES) -> nn.Module:
@@ -186,7 +186,7 @@ def test_abort_takes_effect_at_once(ranks: BorrowRanks) -> None:
 
 
 def test_the_deadline_of_send_weights_is_kept(ranks: BorrowRanks) -> None:
-    scene = Scene(ranks)
+    scene = Scene(ranks, count=2)
     scene.workers[1].at("worker.vote", "hold")
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="worker rank 1"):

@@ -6,6 +6,8 @@ import asyncio
 import json
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -112,23 +114,26 @@ def test_in_place_updates_keep_readers_out(scene: Scene) -> None:
     scene.check_recovers()
 
 
-def hang_up_during(scene: Scene, path: str, body: dict[str, Any]) -> None:
-    """Send a request on a raw connection and close it before the answer."""
+@contextmanager
+def raw_call(scene: Scene, path: str, body: dict[str, Any], *headers: str) -> Iterator[None]:
+    """A request on a connection of its own, which is closed at the end, with no answer read."""
     content = json.dumps(body).encode()
     host, port = scene.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n\r\n"
-        connection.sendall(head.encode() + content)
-        busy = "update" if path == "/update_weights" else "init"
-        until(lambda: scene.worker.session._busy == busy)
+        lines = [f"POST {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(content)}", *headers, "", ""]
+        connection.sendall("\r\n".join(lines).encode() + content)
+        until(lambda: scene.worker.session._busy in ("update", "init"))
+        yield
 
 
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/update_weights"])
 def test_hanging_up_ends_the_call(scene: Scene, path: str) -> None:
+    body: dict[str, Any] = {"init_info": {"hold": True}}
     if path == "/update_weights":
         scene.enter("open")
-    body = {"update_info": scene.update_info(hold=True)} if "update" in path else {"init_info": {"hold": True}}
-    hang_up_during(scene, path, body)
+        body = {"update_info": scene.update_info(hold=True)}
+    with raw_call(scene, path, body):
+        assert not brake.ended
     until(lambda: bool(brake.ended), seconds=2.0)
     (error,) = brake.ended
     assert isinstance(error, PeerLost)
@@ -136,6 +141,21 @@ def test_hanging_up_ends_the_call(scene: Scene, path: str) -> None:
     until(lambda: scene.worker.session.idle)
     assert scene.value() == 0.0
     scene.check_recovers()
+
+
+def test_a_call_that_was_repeated_outlives_its_connection(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightwire_server.callers.GRACE_SECONDS", 0.0)
+    scene.enter("open")
+    body = {"update_info": scene.update_info(hold=True, value=3.0)}
+    with raw_call(scene, "/update_weights", body, "Weightwire-Update: u1", "Weightwire-Sequence: 0"):
+        again = scene.waiting(lambda: scene.update("u1", 0))
+    for _ in range(5):  # meanwhile the server has seen the first connection close
+        assert scene.get("/weight_info").json()["update"] == "receiving"
+    assert not again.done()
+    scene.release()
+    assert again.result().status_code == 200
+    assert scene.finish("u1").status_code == 200
+    assert scene.value() == 3.0
 
 
 # Processes of their own

@@ -21,13 +21,17 @@ PauseMode = Literal["keep", "wait", "abort"]
 class VLLMWeightSyncClient(Protocol):
     """The four calls of a weight update. All block, raise on failure, and reach every worker behind the client."""
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connect every worker to the trainer that sends `init_info`."""
 
-    def start_weight_update(self) -> None: ...
+    def start_weight_update(self) -> None:
+        """Open an update."""
 
-    def update_weights(self, update_info: WeightTransferUpdatePayload) -> None: ...
+    def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
+        """Receive one message of the open update."""
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Commit the open update; `weight_version` becomes the label."""
 
 
 @runtime_checkable
@@ -37,11 +41,13 @@ class ControlClient(Protocol):
     `timeout` is in seconds; None means the client's own.
     """
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any], *, timeout: float | None = None) -> None: ...
+    def init_weight_transfer_engine(self, init_info: dict[str, Any], *, timeout: float | None = None) -> None:
+        """Connect every worker to the trainer that sends `init_info`."""
 
     def start_weight_update(
         self, *, update_id: str | None = None, draft: bool = False, timeout: float | None = None
-    ) -> None: ...
+    ) -> None:
+        """Open an update."""
 
     def update_weights(
         self,
@@ -50,7 +56,8 @@ class ControlClient(Protocol):
         update_id: str | None = None,
         sequence: int | None = None,
         timeout: float | None = None,
-    ) -> None: ...
+    ) -> None:
+        """Receive one message of the open update."""
 
     def finish_weight_update(
         self,
@@ -58,19 +65,26 @@ class ControlClient(Protocol):
         *,
         update_id: str | None = None,
         timeout: float | None = None,
-    ) -> None: ...
+    ) -> None:
+        """Commit the open update; `weight_version` becomes the label."""
 
-    def abort_weight_update(self, *, update_id: str | None = None, timeout: float | None = None) -> None: ...
+    def abort_weight_update(self, *, update_id: str | None = None, timeout: float | None = None) -> None:
+        """Drop the open update."""
 
-    def shutdown_weight_transfer_engine(self, *, timeout: float | None = None) -> None: ...
+    def shutdown_weight_transfer_engine(self, *, timeout: float | None = None) -> None:
+        """Leave the trainer."""
 
-    def get_world_size(self, include_dp: bool = True) -> int: ...
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Worker ranks behind the client."""
 
-    def weight_info(self) -> dict[str, Any]: ...
+    def weight_info(self) -> dict[str, Any]:
+        """Label, revision and state of the weights."""
 
-    def pause(self, mode: PauseMode = "abort", *, timeout: float | None = None) -> None: ...
+    def pause(self, mode: PauseMode = "abort", *, timeout: float | None = None) -> None:
+        """Keep readers out."""
 
-    def resume(self, *, timeout: float | None = None) -> None: ...
+    def resume(self, *, timeout: float | None = None) -> None:
+        """Let readers in again."""
 
 
 class ControlPlane:

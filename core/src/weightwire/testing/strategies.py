@@ -71,7 +71,7 @@ def names() -> st.SearchStrategy[str]:
     segment = st.sampled_from(("model", "layers", "0", "1", "12", "proj", "weight", "bias"))
     dotted = st.lists(segment, min_size=1, max_size=4).map(".".join)
     # Few characters: hypothesis takes seconds to tabulate all of them.
-    return dotted | st.text("az09._-/ é層\"\\\n", min_size=1, max_size=8)
+    return dotted | st.text('az09._-/ é層"\\\n', min_size=1, max_size=8)
 
 
 @st.composite

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, get_args
 from prometheus_client import CollectorRegistry
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from weightwire.deadline import DEFAULT_SECONDS, Deadline
 from weightwire.errors import MessageError, PeerLost
@@ -33,6 +33,7 @@ from weightwire.worker import ABORT_SECONDS, Worker
 from weightwire_server.access import BearerToken
 from weightwire_server.answers import error_answer
 from weightwire_server.call_threads import CallThreads
+from weightwire_server.callers import Callers
 from weightwire_server.checksums import keyed, mismatches
 from weightwire_server.inbound import Inbound
 from weightwire_server.metrics import CONTENT_TYPE, OperationMetrics
@@ -54,7 +55,7 @@ def control_routes(
     timeout: float = DEFAULT_SECONDS,
     body_limit: int = DEFAULT_BODY_LIMIT,
     registry: CollectorRegistry | None = None,
-) -> list[BaseRoute]:
+) -> list[Route]:
     """Routes to put into a Starlette or FastAPI app, at its root or under a `Mount`.
 
     The first route that matches a path wins: list your own before these where both have one (`/health`, say).
@@ -90,6 +91,7 @@ class _Control:
         self._timeout = timeout
         self._body_limit = body_limit
         self._metrics = OperationMetrics(registry)
+        self._callers = Callers()
         self._engine_threads = CallThreads("engine", limit=_CALLS_AT_ONCE)
         self._control_threads = CallThreads("control", limit=_CALLS_AT_ONCE)
 
@@ -135,7 +137,8 @@ class _Control:
 
     async def _init(self, inbound: Inbound) -> Answer:
         info = (await inbound.fields(init_info=(dict, "required")))["init_info"]
-        await self._engine(inbound, "init", lambda until: self._worker.init(info, deadline=until), watch=True)
+        with self._callers.waiting(inbound.request, inbound.deadline, key=None):
+            await self._engine(inbound, "init", lambda until: self._worker.init(info, deadline=until))
         return {"message": "Weight transfer initialized"}
 
     async def _start(self, inbound: Inbound) -> Answer:
@@ -160,12 +163,13 @@ class _Control:
         index = parallel.data_parallel_index * parallel.world_size + parallel.rank
         mine = pick_update(payload, index=index, count=self._worker.world_size)
         update_id, sequence = inbound.update_id, inbound.sequence
-        await self._engine(
-            inbound,
-            "update",
-            lambda until: self._worker.update(mine, update_id=update_id, sequence=sequence, deadline=until),
-            watch=True,
-        )
+        key = None if update_id is None or sequence is None else (update_id, sequence)
+        with self._callers.waiting(inbound.request, inbound.deadline, key=key):
+            await self._engine(
+                inbound,
+                "update",
+                lambda until: self._worker.update(mine, update_id=update_id, sequence=sequence, deadline=until),
+            )
         return {"message": "Weights updated"}
 
     async def _finish(self, inbound: Inbound) -> Answer:
@@ -241,25 +245,13 @@ class _Control:
     async def _aside(self, call: Callable[[], T]) -> T:
         return await self._control_threads.submit(call)
 
-    async def _engine(
-        self, inbound: Inbound, operation: str, call: Callable[[Deadline], T], *, watch: bool = False
-    ) -> T:
-        """Run one of the engine's calls; with `watch` its deadline is cancelled when the client goes away."""
+    async def _engine(self, inbound: Inbound, operation: str, call: Callable[[Deadline], T]) -> T:
+        """Run one of the engine's calls; when the server is stopped meanwhile, its deadline is cancelled."""
         deadline = inbound.deadline
         with self._metrics.measured(operation):
             running = self._engine_threads.submit(lambda: call(deadline))
-            watcher = asyncio.create_task(_cancel_when_gone(inbound, deadline)) if watch else None
             try:
                 return await asyncio.shield(running)
             except asyncio.CancelledError:
                 deadline.cancel(PeerLost(f"the server was stopped during {inbound.what}"))
                 return await running  # the call ends with these words, and they still reach the client
-            finally:
-                if watcher is not None:
-                    watcher.cancel()
-
-
-async def _cancel_when_gone(inbound: Inbound, deadline: Deadline) -> None:
-    while (await inbound.request.receive())["type"] != "http.disconnect":
-        pass
-    deadline.cancel(PeerLost(f"the trainer's connection closed during {inbound.what}"))

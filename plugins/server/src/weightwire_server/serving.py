@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,7 +53,7 @@ class BoundServer:
         self._socket = socket.socket(fileno=listener.detach())
         self.port: int = self._socket.getsockname()[1]
         """Port that the server listens on."""
-        name = f"[{host}]" if ":" in host else host
+        name = f"[{host}]" if ":" in host else host or "0.0.0.0"
         self.url = f"{'https' if config.is_ssl else 'http'}://{name}:{self.port}"
         """Where the server is."""
         self._thread: threading.Thread | None = None
@@ -110,7 +111,7 @@ def serve(
         host: Address to listen on; one that other machines reach needs a token.
         port: Port to listen on; 0 takes a free one.
         token: Bearer token that callers have to send.
-        ready: Called with the server's URL once it is bound and connections are taken.
+        ready: Called with the server's URL once connections are taken; without it a line on standard error tells.
         **options: As for `control_routes`.
 
     Raises:
@@ -119,6 +120,9 @@ def serve(
     """
     require_token_beyond_loopback(host, token)
     server = BoundServer(create_app(worker, token=token, **options), host=host, port=port)
-    if ready is not None:
-        ready(server.url)
+    (ready or _tell)(server.url)
     server.run()
+
+
+def _tell(url: str) -> None:
+    sys.stderr.write(f"weightwire: serving at {url}, Ctrl-C ends it\n")
