@@ -143,7 +143,7 @@ def resources(state: State) -> tuple[int, int]:
 
 
 def settle_at(state: State, expected: tuple[int, int]) -> tuple[int, int]:
-    """`resources`, once they are as expected or 5 s have passed: a thread of the kernel's outlives its join a little."""
+    """`resources`, once as expected or after 5 s: the kernel's thread outlives its join a little."""
     until = time.monotonic() + 5
     while (now := resources(state)) != expected and time.monotonic() < until:
         time.sleep(0.01)

@@ -43,12 +43,11 @@ def abort(session: UpdateSession, update_id: str | None = None, dropped: list[st
 
 def test_a_whole_update() -> None:
     session = linked_session()
-    assert session.update == "none"
+    assert session.idle
     assert not start(session)
-    assert session.update == "open"
+    assert not session.idle
     assert session.update_id == "a"
     assert not work(session, "update", sequence=0)
-    assert session.update == "open"
     assert not work(session, "finish")
     assert session.update == "none"
     assert session.committed("a")

@@ -22,6 +22,7 @@ from weightwire.wires import Wire, connect
 
 _BACKSTOP = 6.0
 _RECEIVER_SECONDS = 0.5
+_SMALL_PIECES = 4
 
 
 class Handle:
@@ -141,7 +142,7 @@ class TorchCommunicator(Communicator):
         stall_limit: Seconds without a finished piece, while one is waited for, after which a peer is said to have
             stopped; a receiver waits half a second longer.
         piece_bytes: Buffers are cut into pieces of this size.
-        window: Pieces under way to or from one peer.
+        window: Pieces under way to or from one peer; up to four times as many when they are small.
         collective: Send by one broadcast to all receivers, instead of to each by itself.
         senders: Ranks that will send, while all others receive; None: everybody to everybody. Connections are made
             only where data can flow.
@@ -250,7 +251,7 @@ class TorchCommunicator(Communicator):
         traffic = self._traffic
         traffic.check()
         for piece in _cut(buffer, self._piece_bytes):
-            ready = [flow for flow in flows if traffic.reached(flow, flow.posted + 1 - self._window, deadline)]
+            ready = [flow for flow in flows if self._has_room(flow, deadline)]
             if not ready:
                 break
             with traffic.lock:
@@ -263,6 +264,11 @@ class TorchCommunicator(Communicator):
             flow.check()
         traffic.check()
         return Handle(traffic, [(flow, flow.posted) for flow in flows])
+
+    def _has_room(self, flow: Flow, deadline: Deadline) -> bool:
+        nbytes, pieces = self._window * self._piece_bytes, self._window * _SMALL_PIECES
+        deadline.check()
+        return self._traffic.has_room(flow, nbytes=nbytes, pieces=pieces, deadline=deadline)
 
     def _check_buffer(self, buffer: Tensor) -> None:
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from weightwire.deadline import Deadline
 
 GRACE_SECONDS = 0.5
+LINGER_SECONDS = 0.3
 
 
 class ControlCall:
@@ -47,6 +48,11 @@ class ControlCall:
         with self._condition:
             self._concluded = True
             self._condition.notify_all()
+
+    def linger(self) -> None:
+        """Give the call a moment to end, so that the caller finds the workers settled."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._ended, LINGER_SECONDS)
 
     def ended(self, deadline: Deadline) -> None:
         """Wait until the call has ended, one way or the other.

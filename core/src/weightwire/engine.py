@@ -207,13 +207,14 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
         """Wait until every byte of the update is here; a bare engine then votes and commits."""
         self.drain_pending()
         if not self.driven and self._round is not None:
-            self._bare(lambda current, deadline: current.settle(deadline))
+            self._bare(lambda current, deadline: current.report(current.settle(deadline)))
             self._round = None
 
     def _bare(self, step: Callable[[Round, Deadline], object]) -> None:
+        """Do one step of the round as a Worker would, and drop the round when it fails."""
         assert self._round is not None
         current, deadline = self._round, self.deadline
-        self.under(deadline)
+        self.driven = True
         try:
             step(current, deadline)
         except BaseException as error:
@@ -221,7 +222,7 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
             current.abort(error)
             raise
         finally:
-            self.under(None)
+            self.driven = False
 
     def drain_pending(self) -> None:
         """Wait until everything deferred is in the sink; idempotent, nothing to do by default."""

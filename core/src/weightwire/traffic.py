@@ -34,6 +34,7 @@ class Flow:
         peers: Its rank; all receivers' ranks where one operation serves them all.
         patience: Seconds without a piece, while one is waited for, after which a peer is said to have stopped.
         pending: Operation, piece and whatever else must live until the piece has moved.
+        pending_bytes: Bytes of those pieces.
         posted: Number of the last piece started.
         moved: Number of the last piece that moved.
         moved_at: When that was; when the flow was last started, if it was idle.
@@ -44,6 +45,7 @@ class Flow:
     peers: tuple[int, ...]
     patience: float
     pending: deque[tuple[Any, Tensor, object]] = field(default_factory=deque)
+    pending_bytes: int = 0
     posted: int = 0
     moved: int = 0
     moved_at: float = 0.0
@@ -95,6 +97,7 @@ class Traffic:
         if not flow.pending:
             flow.moved_at = time.monotonic()
         flow.pending.append((work, piece, keep))
+        flow.pending_bytes += piece.numel()
         flow.posted += 1
 
     def advance(self, flow: Flow) -> int:
@@ -107,7 +110,7 @@ class Traffic:
                 except RuntimeError as error:
                     flow.error = explain(self._liveness, flow.peers, error, labels=self._labels, where=self._where)
                     break
-                flow.pending.popleft()
+                flow.pending_bytes -= flow.pending.popleft()[1].numel()
                 flow.moved += 1
                 flow.moved_at = time.monotonic()
                 first, self.round_is_new = first or self.round_is_new, False
@@ -138,6 +141,18 @@ class Traffic:
             self.error = self.error or TransferError(words, rank=self._where)
             raise
         return True
+
+    def has_room(self, flow: Flow, *, nbytes: int, pieces: int, deadline: Deadline) -> bool:
+        """Wait until fewer bytes and pieces than these are under way; False if the peer failed first.
+
+        Raises:
+            BaseException: As `reached`.
+        """
+        while flow.pending_bytes >= nbytes or len(flow.pending) >= pieces:
+            if not self.reached(flow, flow.moved + 1, deadline):
+                return False
+        self.advance(flow)
+        return flow.error is None
 
     def _watch(self, flow: Flow, began: float) -> None:
         self._liveness.poll()

@@ -410,6 +410,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
             lost = not current.begun and (not self.linked or isinstance(error, NotInitialised))
             if not current.refused:
                 self._take_down(error)
+                current.linger()
                 if self.is_sender:
                     # Fire and forget: a server that stopped must not hold up the error.
                     ControlCall(lambda: self.control.abort(5.0), deadline, what="abort_weight_update").conclude()

@@ -119,6 +119,11 @@ class TrainerRound:
         if self._call is not None:
             self._call.conclude()
 
+    def linger(self) -> None:
+        """Give a control call under way a moment to end."""
+        if self._call is not None:
+            self._call.linger()
+
     def _report(self, done: Outcome, *, reinitialised: bool) -> TransferReport:
         engine = self._engine
         ranks = []

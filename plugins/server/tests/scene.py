@@ -19,7 +19,7 @@ from weightwire.worker import Worker
 from weightwire_server import create_app
 
 STATES = ("uninitialised", "ready", "open", "receiving", "committing", "torn")
-LIMIT = 20.0
+LIMIT = 40.0
 
 
 def until(holds: Callable[[], bool], *, seconds: float = LIMIT) -> None:
