@@ -49,6 +49,19 @@ def test_cancel_ends_a_wait_at_once(ranks: BorrowRanks, tmp_path: Path, blocked:
     assert first.call(failed)
 
 
+def test_a_cancelled_deadline_lets_nothing_begin(ranks: BorrowRanks, tmp_path: Path) -> None:
+    first, _ = connected(ranks, 2, tmp_path)
+    with pytest.raises(TransferAborted):
+        first.call(send_when_cancelled)
+    assert first.call(failed)
+
+
+def send_when_cancelled(state: State) -> None:
+    deadline = Deadline(10)
+    deadline.cancel(TransferAborted("stop"))
+    state["communicator"].send(torch.zeros(8, dtype=torch.uint8), [1], deadline=deadline)
+
+
 def wait_until_started(state: State) -> None:
     until = time.monotonic() + 10
     while "deadline" not in state and time.monotonic() < until:

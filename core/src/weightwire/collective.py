@@ -267,7 +267,6 @@ class TorchCommunicator(Communicator):
 
     def _has_room(self, flow: Flow, deadline: Deadline) -> bool:
         nbytes, pieces = self._window * self._piece_bytes, self._window * _SMALL_PIECES
-        deadline.check()
         return self._traffic.has_room(flow, nbytes=nbytes, pieces=pieces, deadline=deadline)
 
     def _check_buffer(self, buffer: Tensor) -> None:

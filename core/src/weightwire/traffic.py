@@ -131,14 +131,13 @@ class Traffic:
                 if flow.error is not None:
                     return False
                 self.check()
-                deadline.check(f"the transfer with {self._names(flow)}")
+                self._check_deadline(flow, deadline)
                 with self.lock:
                     oldest = flow.pending[0][0] if flow.pending else None
                 if oldest is not None and not self._settled(oldest, _SLICE):
                     self._watch(flow, began)
         except BaseException as error:
-            words = f"an earlier transfer failed, {type(error).__name__}: {error}"
-            self.error = self.error or TransferError(words, rank=self._where)
+            self._note(error)
             raise
         return True
 
@@ -148,6 +147,11 @@ class Traffic:
         Raises:
             BaseException: As `reached`.
         """
+        try:
+            self._check_deadline(flow, deadline)
+        except BaseException as error:
+            self._note(error)
+            raise
         while flow.pending_bytes >= nbytes or len(flow.pending) >= pieces:
             if not self.reached(flow, flow.moved + 1, deadline):
                 return False
@@ -166,6 +170,13 @@ class Traffic:
         elif idle > flow.patience:
             words = f"{self._names(flow)} is there and has not moved a byte for {idle:.1f} s"
             flow.error = PeerStalled(words, rank=self._where)
+
+    def _check_deadline(self, flow: Flow, deadline: Deadline) -> None:
+        deadline.check(f"the transfer with {self._names(flow)}")
+
+    def _note(self, error: BaseException) -> None:
+        words = f"an earlier transfer failed, {type(error).__name__}: {error}"
+        self.error = self.error or TransferError(words, rank=self._where)
 
     def _names(self, flow: Flow) -> str:
         return " or ".join(self._labels[peer] for peer in flow.peers)

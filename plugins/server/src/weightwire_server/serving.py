@@ -41,6 +41,7 @@ class BoundServer:
         defaults: dict[str, Any] = {
             "access_log": False,
             "log_level": "warning",
+            "proxy_headers": False,
             "timeout_graceful_shutdown": _LAST_ANSWERS_SECONDS,
             "timeout_keep_alive": _KEEP_ALIVE_SECONDS,
             "ws": "none",
