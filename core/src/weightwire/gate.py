@@ -150,7 +150,7 @@ class Gate:
         return Hold(self, deadline, ignore_pause)
 
     def pause(self, mode: PauseMode = "wait", *, deadline: Deadline | None = None) -> None:
-        """Take no new readers; returns when nobody holds. A second pause changes the mode.
+        """Take no new readers; returns when nobody holds and no commit is on. A second pause changes the mode.
 
         Raises:
             ValueError: No such mode.
@@ -167,7 +167,7 @@ class Gate:
                 for reader in self._readers:
                     reader.cancelled = True
             self._notify()
-            deadline.wait_for(lambda: not self._readers, self._changed, "the wait for readers")
+            deadline.wait_for(lambda: not self._readers and not self._closed, self._changed, "the wait for readers")
 
     def resume(self) -> None:
         """Take readers again; nothing to do where the gate is not paused."""

@@ -65,6 +65,7 @@ class Round:
         """Whether bytes go straight into the weights that serve, so that nobody may read."""
         self._begun = False
         self._heard = False
+        self._moving = False
         self.number: int | None = None
         self.revision: Revision | None = None
         self.bytes = 0
@@ -88,11 +89,13 @@ class Round:
 
     def _receive(self, update_info: WeightTransferUpdateInfo) -> None:
         link = self._engine.link
+        self._moving = True
         try:
             self._engine.receive_weights(update_info)
         except PeerLost as raised:
             error = link.rendezvous.explain(raised) if link is not None else raised
             raise error from raised if error is not raised else raised.__cause__
+        self._moving = False
 
     def _begin(self, update_info: WeightTransferUpdateInfo, deadline: Deadline) -> None:
         link = self._engine.link
@@ -207,18 +210,20 @@ class Round:
         }
         link.done(self.number, {"bytes": self.bytes, "seconds": self.seconds, "details": details})
 
-    def abort(self, error: BaseException, *, heard: bool = False) -> None:
-        """Drop what was staged.
+    def abort(self, error: BaseException, *, heard: bool = False) -> bool:
+        """Drop what was staged; returns whether the link is still up.
 
         Args:
             error: Why.
             heard: Whether every rank knows already, or no rank waits for this one. Otherwise the link goes down with
                 `error`, and the staged storage with it, since late bytes may still arrive there.
         """
-        heard = heard or self._heard
+        # A stock trainer waits for no rank, so that only a broken data plane costs it the link.
+        heard = heard or self._heard or (self._engine.link is None and not self._moving)
         if not heard:
             self._engine.failed(error)
         self._sink.abort(retire=not heard)
+        return heard
 
     @contextmanager
     def _watched(self, deadline: Deadline) -> Iterator[None]:

@@ -40,6 +40,8 @@ UpdateState = Literal["none", "open", "receiving", "committing"]
 
 REMEMBERED_UPDATES = 16
 _TAKEOVER_SECONDS = 5.0
+_BRIEF = ("init", "housekeeping")
+"""What a call waits for, because it is over soon and decides whether the call fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +212,12 @@ class UpdateSession:
             OrderError: Not initialised, or another update is on.
         """
         with self._condition:
+
+            def soon_decided() -> bool:
+                same = update_id is not None and update_id == self._update_id
+                return not (self._busy in _BRIEF or (self._busy == "start" and same))
+
+            lease.wait_for(soon_decided, self._condition, "the worker to become free")
             self._refuse_ended(update_id)
             if self._open or self._busy is not None:
                 if update_id is not None and update_id == self._update_id and self._open and self._busy != "finish":
@@ -265,7 +273,9 @@ class UpdateSession:
     def _enter(self, key: tuple[str, int | None], update_id: str | None, deadline: Deadline) -> Answer:
         call = "update_weights" if key[0] == "update" else "finish_weight_update"
         with self._condition:
-            if update_id is not None and update_id == self._update_id and self._busy_key == key:
+            deadline.wait_for(lambda: self._busy not in _BRIEF, self._condition, "the worker to become free")
+            repeated = update_id is not None and update_id == self._update_id and key != ("update", None)
+            if repeated and self._busy_key == key:
                 deadline.wait_for(lambda: self._busy_key != key, self._condition, f"the first {call} to end")
             answers = self._answers.get(update_id or "", {})
             if key in answers:

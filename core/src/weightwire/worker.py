@@ -17,6 +17,7 @@ import torch
 from weightwire.deadline import Deadline
 from weightwire.engine import WeightTransferEngine
 from weightwire.errors import (
+    DeadlineExceeded,
     HandshakeError,
     OrderError,
     Superseded,
@@ -332,7 +333,14 @@ class Worker:
         self._sweep()
         deadline = deadline or Deadline(ABORT_SECONDS, what="abort_weight_update")
         reason = TransferAborted("the update was aborted by abort_weight_update")
-        return self.session.abort(update_id, deadline, lambda: self._drop(reason, heard=True), reason=reason)
+        try:
+            return self.session.abort(update_id, deadline, lambda: self._drop(reason, heard=True), reason=reason)
+        except DeadlineExceeded:
+            # The thread that works is stuck in the data plane; without it the thread comes back by itself.
+            self._connected = False
+            if self._engine is not None:
+                self._engine.failed(reason)
+            raise
 
     def shutdown(self, *, deadline: Deadline | None = None) -> None:
         """Leave the trainer; the model goes on serving what it has.
@@ -396,7 +404,7 @@ class Worker:
         """
         if self.torn:
             raise OrderError("weight_checker checksum while the weights are torn: push a full update first")
-        with self.gate.reading(ignore_pause=True):
+        with self.gate.reading(deadline=deadline, ignore_pause=True):
             return self._main.sink.checksums()
 
     def reset(self, *, deadline: Deadline | None = None) -> None:
@@ -417,8 +425,8 @@ class Worker:
 
     def _drop(self, error: BaseException, *, heard: bool = False) -> None:
         current, self._round = self._round, None
-        if current is not None:
-            current.abort(error, heard=heard)
+        if current is not None and not current.abort(error, heard=heard):
+            self._connected = False
         if self._engine is not None:
             self._engine.reset_weight_update_target()
         self._target = self._main

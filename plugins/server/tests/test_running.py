@@ -198,9 +198,10 @@ def test_a_client_that_is_killed_ends_its_update(ranks: BorrowRanks, way: str) -
             trainer.kill()
             ended = "PeerLost: the trainer's connection closed during update_weights"
         began = time.monotonic()
-        until(lambda: operator.get("/weight_info").json()["state"] == "ready")
+        until(lambda: operator.get("/weight_info").json()["state"] == "uninitialised")
         assert time.monotonic() - began < 2.0
         assert server.call(how_it_ended)[0].startswith(ended)
+        operator.post("/init_weight_transfer_engine", json={"init_info": {}}).raise_for_status()
         operator.post("/start_weight_update").raise_for_status()
         body = {"update_info": {"metadata": metadata, "value": 5.0}}
         operator.post("/update_weights", json=body).raise_for_status()

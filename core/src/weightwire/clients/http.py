@@ -25,6 +25,8 @@ TIMEOUT_HEADER = "Weightwire-Timeout"
 UPDATE_HEADER = "Weightwire-Update"
 SEQUENCE_HEADER = "Weightwire-Sequence"
 _GRACE_SECONDS = 5.0
+_KEEP_ALIVE_SECONDS = 4.0
+"""Shorter than the 5 s after which uvicorn closes an idle connection, so that no call is sent into a closed one."""
 
 
 class HTTPVLLMWeightSyncClient:
@@ -40,7 +42,7 @@ class HTTPVLLMWeightSyncClient:
         self.base_url = base_url.rstrip("/")
         self.timeout = timeout
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        limits = httpx.Limits(max_keepalive_connections=8, keepalive_expiry=60.0)
+        limits = httpx.Limits(max_keepalive_connections=8, keepalive_expiry=_KEEP_ALIVE_SECONDS)
         # trust_env off: a proxy of the environment must not see the secrets of init_info.
         self._http = httpx.Client(base_url=self.base_url, headers=headers, limits=limits, trust_env=False)
 
