@@ -172,10 +172,7 @@ class TorchCommunicator(Communicator):
     ) -> None:
         if not 0 <= rank < world_size == len(labels):
             raise ValueError(f"rank {rank} of {world_size} with {len(labels)} labels")
-        if piece_bytes < 1 or window < 1 or stall_limit <= 0:
-            raise ValueError(
-                f"piece_bytes ({piece_bytes}), window ({window}) and stall_limit ({stall_limit}) must be positive"
-            )
+        _check_positive(stall_limit=stall_limit, piece_bytes=piece_bytes, window=window)
         self._store = store
         self._rank = rank
         self._device = torch.device(device)
@@ -185,12 +182,7 @@ class TorchCommunicator(Communicator):
         self._longest = _BACKSTOP * stall_limit
         self._closed = False
         routes = _routes(range(world_size), senders)
-        receivers = [to for sender, to in routes if sender == rank]
-        everybody = Flow(tuple(receivers), stall_limit)
-        self._outgoing = {to: everybody if collective else Flow((to,), stall_limit) for to in receivers}
-        # A sender that waits for a stopped receiver keeps the others waiting too: it shall be the first to speak.
-        patience = stall_limit + _RECEIVER_SECONDS
-        self._incoming = {sender: Flow((sender,), patience) for sender, to in routes if to == rank}
+        self._outgoing, self._incoming = _flows(rank, routes, stall_limit, together=collective)
         peers = self._outgoing.keys() | self._incoming.keys()
         self._liveness = Liveness(store, rank=rank, peers=peers, labels=labels, hostname=hostname, deadline=deadline)
         self._wire: Wire = connect(
@@ -225,16 +217,16 @@ class TorchCommunicator(Communicator):
 
     def send(self, buffer: Tensor, to: Sequence[int], *, deadline: Deadline, keep: object = None) -> Handle:
         """See `Communicator.send`."""
-        flows = self._flows(self._outgoing, to)
+        flows = self._known(self._outgoing, to)
         if self._collective and len(to) != len(self._outgoing):
             raise ValueError(f"a collective send goes to all of {sorted(self._outgoing)}, not to {list(to)}")
         return self._queue(buffer, flows, self._wire.send, deadline, keep)
 
     def receive(self, buffer: Tensor, source: int, *, deadline: Deadline) -> Handle:
         """See `Communicator.receive`."""
-        return self._queue(buffer, self._flows(self._incoming, [source]), self._wire.receive, deadline, None)
+        return self._queue(buffer, self._known(self._incoming, [source]), self._wire.receive, deadline, None)
 
-    def _flows(self, known: dict[int, Flow], peers: Sequence[int]) -> list[Flow]:
+    def _known(self, known: dict[int, Flow], peers: Sequence[int]) -> list[Flow]:
         if not peers or len(set(peers)) != len(peers) or not known.keys() >= set(peers):
             raise ValueError(f"rank {self._rank} has such data with ranks {sorted(known)}, not with {list(peers)}")
         return list(dict.fromkeys(known[peer] for peer in peers))
@@ -337,3 +329,21 @@ def _routes(ranks: range, senders: Sequence[int] | None) -> list[tuple[int, int]
 
 def _cut(buffer: Tensor, piece_bytes: int) -> list[Tensor]:
     return [buffer[start : start + piece_bytes] for start in range(0, buffer.numel(), piece_bytes)]
+
+
+def _flows(
+    rank: int, routes: list[tuple[int, int]], stall_limit: float, *, together: bool
+) -> tuple[dict[int, Flow], dict[int, Flow]]:
+    """What goes to and what comes from each peer; `together`: one flow to all receivers."""
+    receivers = [to for sender, to in routes if sender == rank]
+    everybody = Flow(tuple(receivers), stall_limit)
+    outgoing = {to: everybody if together else Flow((to,), stall_limit) for to in receivers}
+    # A sender that waits for a stopped receiver keeps the others waiting too: it shall be the first to speak.
+    patience = stall_limit + _RECEIVER_SECONDS
+    return outgoing, {sender: Flow((sender,), patience) for sender, to in routes if to == rank}
+
+
+def _check_positive(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if number <= 0:
+            raise ValueError(f"{name} is {number}, not positive")
