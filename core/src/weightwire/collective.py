@@ -328,7 +328,10 @@ def _routes(ranks: range, senders: Sequence[int] | None) -> list[tuple[int, int]
 
 
 def _cut(buffer: Tensor, piece_bytes: int) -> list[Tensor]:
-    return [buffer[start : start + piece_bytes] for start in range(0, buffer.numel(), piece_bytes)]
+    nbytes = buffer.numel()
+    if 0 < nbytes <= piece_bytes:
+        return [buffer]
+    return [buffer[start : start + piece_bytes] for start in range(0, nbytes, piece_bytes)]
 
 
 def _flows(

@@ -92,7 +92,7 @@ def connect(
             return NCCLWire(store, rank=rank, size=len(labels), collective=collective, device=device, timeout=timeout)
         # Every rank builds its groups in one total order, so that no two ranks wait for each other.
         groups = [members for members in _members(sorted(routes), collective) if rank in members]
-        wire = GlooWire(rank, hostname, threads=max(2, min(window, _THREADS // max(1, len(groups)))))
+        wire = GlooWire(rank, hostname, threads=max(2, min(4 * window, _THREADS // max(1, len(groups)))))
         try:
             for members in groups:
                 others = [peer for peer in members if peer != rank]
@@ -168,6 +168,8 @@ class GlooWire:
     def __init__(self, rank: int, hostname: str, *, threads: int) -> None:
         self.rank = rank
         self._threads = threads
+        self._timeout = -1.0
+        self._options: Any = None
         try:
             self._device: Any = _c10d.ProcessGroupGloo.create_device(hostname=hostname)
         except RuntimeError as error:
@@ -217,10 +219,12 @@ class GlooWire:
         """Nothing reaches an operation of gloo: it ends with its peer or with its timeout."""
 
     def _broadcast(self, group: Any, piece: Tensor, timeout: float) -> Any:
-        options = _c10d.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = timedelta(seconds=timeout)
-        return group.broadcast([piece], options)
+        if timeout != self._timeout:
+            self._timeout = timeout
+            self._options = _c10d.BroadcastOptions()
+            self._options.rootRank = 0
+            self._options.timeout = timedelta(seconds=timeout)
+        return group.broadcast([piece], self._options)
 
 
 class NCCLWire:

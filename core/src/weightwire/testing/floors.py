@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from weightwire.testing.measure_rank import Seat, Way
-from weightwire.testing.payload import digest, huge_buffer
+from weightwire.testing.payload import digest, huge_buffer, randomize
 
 _TIMEOUT = timedelta(seconds=120)
 
@@ -28,18 +28,20 @@ class Memcpy(Way):
     weighed_rounds = 1
 
     def connect(self, seat: Seat, offers: list[Any]) -> None:
-        """Allocate the copy."""
+        """Allocate original and copy, both on huge pages: this is what memory can do at best."""
         if seat.sends:
+            self._original = huge_buffer(seat.payload.nbytes)
             self._copy = huge_buffer(seat.payload.nbytes)
+            randomize(self._original, torch.Generator().manual_seed(0))
 
     def step(self, seat: Seat) -> None:
         """Copy."""
         if seat.sends:
-            self._copy.copy_(seat.flat())
+            self._copy.copy_(self._original)
 
     def held(self, seat: Seat) -> list[torch.Tensor]:
         """The bytes that are copied."""
-        return [seat.flat()]
+        return [self._original] if seat.sends else []
 
     def warm(self, seat: Seat) -> None:
         """Touch both buffers; receivers hold nothing."""
@@ -48,7 +50,7 @@ class Memcpy(Way):
 
     def digests(self, seat: Seat) -> list[str]:
         """Of original and copy."""
-        return [digest([seat.flat()]), digest([self._copy])] if seat.sends else []
+        return [digest([self._original]), digest([self._copy])] if seat.sends else []
 
 
 class GlooWay(Way):

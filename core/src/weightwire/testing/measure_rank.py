@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weightwire.source import as_bytes
-from weightwire.testing.payload import Payload, build_module, digest, huge_buffer, randomize
+from weightwire.testing.payload import Payload, build_module, digest, randomize
 
 State = dict[str, Any]
 
@@ -60,9 +60,12 @@ class Seat:
         return [parameter.data for parameter in self._parameters]
 
     def flat(self) -> torch.Tensor:
-        """One tensor (1-D uint8, huge pages) of the payload's size, random on the sender; all ways share it."""
+        """One tensor (1-D uint8) of the payload's size, random on the sender; all ways share it.
+
+        It lies in ordinary memory as the model's parameters do, so that raw transfers and ours read the same pages.
+        """
         if self._flat is None:
-            self._flat = huge_buffer(self.payload.nbytes)
+            self._flat = torch.zeros(self.payload.nbytes, dtype=torch.uint8)
             if self.sends:
                 randomize(self._flat, torch.Generator().manual_seed(0))
         return self._flat
