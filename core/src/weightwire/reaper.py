@@ -31,7 +31,8 @@ _EXIT_SECONDS = 1.0
 _condition = threading.Condition()
 _parked: list[_Parked] = []
 _thread: threading.Thread | None = None
-_teardown = threading.Lock()
+_teardown = threading.RLock()
+_never = threading.Event()
 _inside: set[int] = set()
 _leaver: int | None = None
 
@@ -135,16 +136,21 @@ def _reap() -> None:
         with _condition:
             waiting = list(_parked)
         for parked in waiting:
-            if id(parked) not in abandoned:
-                abandoned.add(id(parked))
-                parked.abandon()
-            if parked.ended():
-                parked.works.clear()
-                destroy(parked.groups)
-                parked.keep.clear()
-                abandoned.discard(id(parked))
-                with _condition:
-                    _parked.remove(parked)
+            with _teardown:
+                leaving = _leaver is not None
+                if not leaving and id(parked) not in abandoned:
+                    abandoned.add(id(parked))
+                    parked.abandon()
+                if not leaving and parked.ended():
+                    parked.works.clear()
+                    destroy(parked.groups)
+                    parked.keep.clear()
+                    abandoned.discard(id(parked))
+                    with _condition:
+                        _parked.remove(parked)
+            if leaving:
+                # The interpreter ends: whatever is let go of now would be destroyed in the middle of that.
+                _never.wait()
         waiting.clear()
         with _condition:
             if not _parked:

@@ -114,7 +114,7 @@ class Round:
         self.number = update_info.round
         if link is not None and self.number is not None:
             agree = {
-                "metadata": metadata_digest(spec.metadata),
+                "metadata": link.metadata_digest if spec.metadata is link.metadata else metadata_digest(spec.metadata),
                 "scope": spec.scope,
                 "revision": update_info.revision,
             }

@@ -257,7 +257,7 @@ def checked(
         if problem:
             raise SourceMismatch(f"the source yields {name!r} at index {index}{problem}", parameter=name)
         count += 1
-        yield expected[index], tensor.detach().resolve_conj().resolve_neg().contiguous()
+        yield expected[index], _plain(tensor.detach())
     if count < len(expected):
         missing = expected[count].name
         raise SourceMismatch(
@@ -265,6 +265,13 @@ def checked(
             f"{len(expected)} were yielded",
             parameter=missing,
         )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    # Asking is cheaper than calling what mostly has nothing to do, and there may be tens of thousands.
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _divergence(
@@ -281,7 +288,7 @@ def _divergence(
     if tensor.layout is not torch.strided or tensor.is_meta:
         return f" as a {tensor.layout} tensor on {tensor.device}, which holds no bytes that could be sent"
     shape = meta.shape if local_rank is None else meta.local_shape(local_rank)
-    if tensor.dtype != meta.dtype or tuple(tensor.shape) != shape:
+    if tensor.dtype != meta.dtype or tensor.shape != shape:
         return f" as {tensor.dtype} of shape {tuple(tensor.shape)}, and declares {meta.dtype} of shape {shape}"
     return None
 

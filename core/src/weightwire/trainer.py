@@ -83,6 +83,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self.fleet: Fleet
         self.rendezvous: Rendezvous | None = None
         self.metadata: tuple[ParamMeta, ...] = ()
+        self.metadata_digest = ""
         self._listener: socket.socket | None = None
         self._secret = b""
         self._trainers = 1
@@ -184,6 +185,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
             )
         self.metadata = tuple(source.metadata)
         check_metadata(self.metadata)
+        self.metadata_digest = metadata_digest(self.metadata)
         self._trainers = trainer_count(info)
         self._senders = senders_of(self.metadata, trainers=self._trainers)
         self._secret = shared_secret(info, trainers=self._trainers)
@@ -287,7 +289,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         return {
             "backend": self.backend,
             "wire": self.wire_version,
-            "metadata": metadata_digest(self.metadata),
+            "metadata": self.metadata_digest,
             "senders": list(self._senders),
         }
 

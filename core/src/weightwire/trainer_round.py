@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from weightwire import faults
 from weightwire.control_call import ControlCall
 from weightwire.deadline import Deadline
-from weightwire.layout import metadata_digest
 from weightwire.rendezvous import Outcome, Rendezvous
 from weightwire.report import ProgressEvent, RankReport, TransferReport
 
@@ -64,7 +63,7 @@ class TrainerRound:
         with self._timed("begin"):
             self._tell("begin")
             self._beside(self._start_and_update, "update_weights")
-            agree = {"metadata": metadata_digest(engine.metadata), "scope": "full"}
+            agree = {"metadata": engine.metadata_digest, "scope": "full"}
             self._decide(self._rendezvous.exchange(f"begin-{number}", deadline=self._deadline, agree=agree))
         self.begun = True
         faults.reach("trainer.begin")

@@ -41,6 +41,7 @@ class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, 
     _communicator: TorchCommunicator | None = None
     _ring: BufferRing | None = None
     _init_info: NCCLWeightTransferInitInfo | None = None
+    _planned: tuple[Sequence[ParamMeta], int, bool, list[Chunk]] | None = None
 
     def connect(self, init_info: NCCLWeightTransferInitInfo, deadline: Deadline) -> None:
         """Join the group of senders and workers.
@@ -91,7 +92,11 @@ class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, 
         return self.link
 
     def _plan(self, metadata: Sequence[ParamMeta], init_info: NCCLWeightTransferInitInfo) -> list[Chunk]:
-        return plan_chunks(metadata, buffer_bytes=init_info.packed_buffer_size_bytes, packed=init_info.packed)
+        known = (metadata, init_info.packed_buffer_size_bytes, init_info.packed)
+        if self._planned is None or self._planned[0] is not metadata or self._planned[1:3] != known[1:]:
+            plan = plan_chunks(metadata, buffer_bytes=known[1], packed=known[2])
+            self._planned = (*known, plan)
+        return self._planned[3]
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         """Receive every chunk of the round into the sink.

@@ -15,7 +15,7 @@ import torch
 from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
 from weightwire.layout import ParamMeta
-from weightwire.packing import BufferRing, Chunk, Slot, plan_chunks, plan_digest
+from weightwire.packing import BufferRing, Chunk, Slot, fill_chunk, plan_chunks, plan_digest
 from weightwire.report import ProgressEvent
 from weightwire.source import as_bytes
 from weightwire.trainer import TrainerWeightTransferEngine
@@ -141,7 +141,7 @@ class _Sending:
         }
         self._total = sum(item.nbytes for _, _, item in self._mine.values())
         self._due = deque(sorted({place for place, _, _ in self._mine.values()}))
-        self._filling: dict[int, Slot] = {}
+        self._filling: dict[int, dict[int, torch.Tensor]] = {}
         self._ready: dict[int, _Ready] = {}
         self.sent = 0
         self.checksums = ChunkChecksums(enabled=engine.init_info.checksum)
@@ -155,7 +155,8 @@ class _Sending:
             index = places[meta.name]
             if index in self._mine:
                 self._take(index, tensor)
-            self._tell(meta, done + 1)
+            if engine.on_progress is not None:
+                engine.on_progress(self._progress(meta, done + 1))
         assert not self._due, "every chunk of the plan is complete when the source ends"
         if engine._communicator is not None:
             engine._communicator.flush(self._deadline)
@@ -163,18 +164,17 @@ class _Sending:
     def _take(self, index: int, tensor: torch.Tensor) -> None:
         """Add a parameter to its chunk, and send what is due: chunks go in the order of the plan."""
         place, chunk, item = self._mine[index]
-        data = as_bytes(tensor)
         self.sent += item.nbytes
-        if not chunk.packed:
-            self._ready[place] = _Ready(data, keep=tensor)
+        if chunk.packed:
+            parts = self._filling.setdefault(place, {})
+            parts[index] = tensor
+            if item is not chunk.items[-1]:
+                return
+            assert self._engine._ring is not None
+            slot = self._engine._ring.acquire(self._deadline)
+            self._ready[place] = _Ready(fill_chunk(slot.buffer, chunk, self._filling.pop(place)), slot=slot)
         else:
-            if place not in self._filling:
-                assert self._engine._ring is not None
-                self._filling[place] = self._engine._ring.acquire(self._deadline)
-            buffer = self._filling[place].buffer
-            buffer[item.offset : item.offset + item.nbytes].copy_(data)
-            if item is chunk.items[-1]:
-                self._ready[place] = _Ready(buffer[: chunk.nbytes], slot=self._filling.pop(place))
+            self._ready[place] = _Ready(as_bytes(tensor), keep=tensor)
         while self._due and self._due[0] in self._ready:
             place = self._due.popleft()
             self._hand_over(place, self._ready.pop(place))
@@ -187,16 +187,12 @@ class _Sending:
         if ready.slot is not None:
             ready.slot.release(after=handle)
 
-    def _tell(self, meta: ParamMeta, done: int) -> None:
-        engine = self._engine
-        if engine.on_progress is not None:
-            engine.on_progress(
-                ProgressEvent(
-                    phase="transfer",
-                    parameter=meta.name,
-                    parameters_done=done,
-                    parameters=len(engine.metadata),
-                    bytes_done=self.sent,
-                    bytes=self._total,
-                )
-            )
+    def _progress(self, meta: ParamMeta, done: int) -> ProgressEvent:
+        return ProgressEvent(
+            phase="transfer",
+            parameter=meta.name,
+            parameters_done=done,
+            parameters=len(self._engine.metadata),
+            bytes_done=self.sent,
+            bytes=self._total,
+        )
