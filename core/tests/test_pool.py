@@ -239,6 +239,12 @@ def test_reached_tells_a_death_elsewhere(ranks: BorrowRanks) -> None:
 
 
 def test_a_rank_comes_back_disarmed_and_empty(pool: RankPool) -> None:
+    # A pool of its own: the session's may have another rank to spare.
+    with RankPool() as own:
+        check_it_comes_back(own)
+
+
+def check_it_comes_back(pool: RankPool) -> None:
     with pool.ranks(1) as (rank,):
         rank.call(add, 5)
         rank.at("worker.vote", "kill")

@@ -37,6 +37,7 @@ from weightwire.deadline import Deadline
 from weightwire.endpoint import WRONG_ADDRESS, connect, listen
 from weightwire.errors import (
     MessageError,
+    PeerFailed,
     PeerLost,
     PeerStalled,
     WeightwireError,
@@ -269,10 +270,10 @@ class Rendezvous:
     def explain(self, error: BaseException) -> BaseException:
         """What happened, in the words of this rendezvous if it knows better than the data plane.
 
-        A connection of the data plane that breaks names a rank; the rendezvous also knows its process and what it was
-        doing, and hears of it within a moment.
+        The data plane names a rank whose connection broke, or one that gave up because another failed; the rendezvous
+        knows who it was, its process and what it was doing, and hears of it within a moment.
         """
-        if not isinstance(error, PeerLost) or isinstance(error, PeerStalled):
+        if not isinstance(error, PeerLost | PeerFailed) or isinstance(error, PeerStalled):
             return error
         self._mailbox.wait_dead(_EXPLAIN_SECONDS)
         failure = self._mailbox.failure

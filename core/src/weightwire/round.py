@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weightwire import faults
 from weightwire.deadline import Deadline
-from weightwire.errors import PeerLost, UpdateRefused, WeightsTorn, WeightwireError, describe
+from weightwire.errors import PeerFailed, PeerLost, UpdateRefused, WeightsTorn, WeightwireError, describe
 from weightwire.gate import Gate
 from weightwire.layout import metadata_digest
 from weightwire.link import base_error
@@ -92,7 +92,7 @@ class Round:
         self._moving = True
         try:
             self._engine.receive_weights(update_info)
-        except PeerLost as raised:
+        except (PeerLost, PeerFailed) as raised:
             error = link.rendezvous.explain(raised) if link is not None else raised
             raise error from raised if error is not raised else raised.__cause__
         self._moving = False

@@ -109,7 +109,7 @@ class Scene:
 
     def waiting(self, call: Callable[[], httpx.Response]) -> Future[httpx.Response]:
         """Have `call` reach the server, and see that it is not answered."""
-        before = self._active()
+        before = sum(not earlier.done() for earlier in self.running)
         future = self.later(call)
         until(lambda: self._active() > before)
         for _ in range(3):  # meanwhile the server has turned to it
