@@ -65,9 +65,9 @@ def test_calls_out_of_order_are_refused() -> None:
         start(session, "b")
     with pytest.raises(OrderError, match="for update b while update a is open"):
         work(session, "update", "b", 0)
-    with pytest.raises(OrderError, match="shutdown is not possible while an update is open"):
-        with session.exclusive("shutdown", Deadline(1)):
-            pass
+    shut_down = session.exclusive("shutdown", Deadline(1))
+    with pytest.raises(OrderError, match="shutdown is not possible while an update is open"), shut_down:
+        pass
     assert session.update == "open"
 
 
@@ -99,14 +99,18 @@ def test_messages_without_a_number_are_all_new() -> None:
     assert not work(session, "update")
 
 
+def refuse(session: UpdateSession) -> None:
+    with session.working("update", "a", 0, Deadline(5)) as answer:
+        answer.replay()
+        raise UpdateRefused("no such name")
+
+
 def test_a_repeated_failure_fails_the_same_way() -> None:
     session = linked_session()
     start(session)
     for _ in range(2):
         with pytest.raises(UpdateRefused, match="no such name"):
-            with session.working("update", "a", 0, Deadline(5)) as answer:
-                answer.replay()
-                raise UpdateRefused("no such name")
+            refuse(session)
     assert session.update == "none"
     with pytest.raises(OrderError, match="update a is over: no such name"):
         work(session, "finish")
