@@ -233,9 +233,11 @@ class WeightTransferUpdateInfo(Message):
         revision: The revision that a commit of this update makes.
         base: The revision a partial update stands on.
         metadata: The parameters of this update where they are not those of init.
+        trainer: Id of the trainer that sends it.
     """
 
     round: int | None = None
+    trainer: str | None = None
     scope: typing.Literal["full", "partial"] = "full"
     revision: dict[str, Any] | None = None
     base: dict[str, Any] | None = None

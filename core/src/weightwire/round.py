@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weightwire import faults
 from weightwire.deadline import Deadline
-from weightwire.errors import PeerFailed, PeerLost, UpdateRefused, WeightsTorn, WeightwireError, describe
+from weightwire.errors import PeerFailed, PeerLost, Superseded, UpdateRefused, WeightsTorn, WeightwireError, describe
 from weightwire.gate import Gate
 from weightwire.layout import metadata_digest
 from weightwire.link import base_error
@@ -99,6 +99,10 @@ class Round:
 
     def _begin(self, update_info: WeightTransferUpdateInfo, deadline: Deadline) -> None:
         link = self._engine.link
+        if link is not None and update_info.trainer not in (None, link.info.trainer):
+            # Its start was taken, since that carries no name; the link is another trainer's and stays as it is.
+            self._heard = True
+            raise Superseded("another trainer took this worker over: pass takeover=True to take it back")
         spec = self._engine.update_spec(update_info)
         refusal: WeightwireError | None = None
         try:

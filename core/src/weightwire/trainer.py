@@ -58,6 +58,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         metadata: Every parameter, as the source declares it.
         next_revision: The revision that the next commit makes.
         acknowledged: The revision the workers are known to be on.
+        trainer_id: Random; tells the workers this trainer from another.
         on_progress: Called with a `ProgressEvent` at every step of a transfer, on the calling thread.
     """
 
@@ -88,7 +89,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self._secret = b""
         self._trainers = 1
         self._senders: tuple[int, ...] = (0,)
-        self._id = secrets.token_hex(16)
+        self.trainer_id = secrets.token_hex(16)
         self._epoch = -1
         self._round = 0
         self.next_revision = Revision(secrets.token_hex(16), 1)
@@ -270,7 +271,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
             "api": list(API),
             "wire": self.wire_version,
             "backend": self.backend,
-            "trainer": self._id,
+            "trainer": self.trainer_id,
             "epoch": self._epoch,
             "secret": self._secret.hex(),
             "address": info.master_address,

@@ -90,6 +90,7 @@ class TrainerRound:
         update = {
             **engine.update_info(),
             "round": self._number,
+            "trainer": engine.trainer_id,
             "revision": self._engine.next_revision.to_json(),
         }
         engine.control.start(self._deadline)
