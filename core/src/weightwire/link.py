@@ -14,16 +14,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from weightwire import __version__
+from weightwire import API_VERSION, __version__
 from weightwire.deadline import Deadline
 from weightwire.errors import HandshakeError, WeightwireError, describe
 from weightwire.layout import ParamMeta, check_metadata, metadata_digest
 from weightwire.messages import LinkInfo
 from weightwire.rendezvous import Outcome, Rendezvous
 from weightwire.session import Revision
-
-API = (1, 0)
-"""Version of these phases; the major numbers of trainer and worker must be equal."""
 
 
 def parse_metadata(records: list[dict[str, Any]]) -> tuple[ParamMeta, ...]:
@@ -52,10 +49,10 @@ class Link:
     """
 
     def __init__(self, info: LinkInfo, *, index: int, transport: str, deadline: Deadline) -> None:
-        if not info.api or info.api[0] != API[0]:
+        if not info.api or info.api[0] != API_VERSION[0]:
             raise HandshakeError(
-                f"the trainer speaks API {info.api}, this worker (weightwire {__version__}) speaks {list(API)}: "
-                "install the same major version on both sides",
+                f"the trainer speaks API {info.api}, this worker (weightwire {__version__}) speaks "
+                f"{list(API_VERSION)}: install the same major version on both sides",
                 transport=transport,
             )
         self.info = info

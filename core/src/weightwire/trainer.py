@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import torch
 
+from weightwire import API_VERSION
 from weightwire.clients.protocol import ControlPlane, PauseMode, VLLMWeightSyncClient
 from weightwire.control_call import ControlCall
 from weightwire.deadline import Deadline
@@ -35,7 +36,6 @@ from weightwire.errors import (
 )
 from weightwire.fleet import Fleet, listening_socket, senders_of, shared_secret, trainer_count, worker_count
 from weightwire.layout import ParamMeta, check_metadata, metadata_digest
-from weightwire.link import API
 from weightwire.messages import TrainerInitInfo
 from weightwire.rendezvous import Rendezvous
 from weightwire.report import ProgressCallback, TransferReport
@@ -268,7 +268,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         assert self._listener is not None
         info = self.init_info
         return {
-            "api": list(API),
+            "api": list(API_VERSION),
             "wire": self.wire_version,
             "backend": self.backend,
             "trainer": self.trainer_id,

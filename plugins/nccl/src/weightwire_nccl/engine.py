@@ -75,13 +75,6 @@ class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, 
         self._ring = BufferRing(init_info.packed_num_buffers, init_info.packed_buffer_size_bytes, device=self.device)
         self._init_info = init_info
 
-    @property
-    def _ring_size(self) -> tuple[int, int]:
-        """Number of ring buffers, and their bytes together."""
-        assert self._init_info is not None
-        count = self._init_info.packed_num_buffers
-        return count, count * self._init_info.packed_buffer_size_bytes
-
     def plan_digest(self, init_info: NCCLWeightTransferInitInfo) -> str:
         """Digest of the chunks that metadata and buffer size lead to."""
         return plan_digest(self._plan(self._require_link().metadata, init_info))
@@ -132,8 +125,8 @@ class _Reception:
         metadata: Sequence[ParamMeta],
         chunks: Sequence[Chunk],
     ) -> None:
-        ring, link = engine._ring, engine.link
-        assert ring is not None and link is not None
+        ring, link, info = engine._ring, engine.link, engine._init_info
+        assert ring is not None and link is not None and info is not None
         self._sink = engine.sink
         self._ring = ring
         self._link = link
@@ -145,8 +138,8 @@ class _Reception:
         names = [meta.name for meta in metadata]
         self._targets = self._sink.targets(names) if "targets" in self._sink.capabilities else {}
         self._arriving: deque[_Arriving] = deque()
-        self._loose_bytes = self._borrowed = 0
-        self._slots, self._ring_bytes = engine._ring_size
+        self._loose_bytes = 0
+        self._ring_bytes = info.packed_num_buffers * info.packed_buffer_size_bytes
         self._checksums = ChunkChecksums(enabled=link.info.checksum)
 
     def run(self, number: int | None) -> None:
@@ -162,10 +155,8 @@ class _Reception:
         source = self._link.info.senders.index(chunk.sender)
         slot = tensor = None
         if chunk.packed:
-            while self._borrowed == self._slots:
+            while (slot := self._ring.try_acquire()) is None:
                 self._take()
-            slot = self._ring.acquire(self._deadline)
-            self._borrowed += 1
             buffer = slot.buffer[: chunk.nbytes]
         else:
             tensor = self._landing(self._metadata[chunk.items[0].index])
@@ -193,7 +184,6 @@ class _Reception:
         if arrived.slot is not None:
             self._sink.load(chunk_views(arrived.buffer, chunk, self._metadata))
             arrived.slot.release()
-            self._borrowed -= 1
             return
         meta = self._metadata[chunk.items[0].index]
         if meta.name in self._targets:
