@@ -48,7 +48,7 @@ def send(state: State, sizes: list[int], to: list[int], seconds: float = 20.0) -
     deadline = state["deadline"] = Deadline(seconds)
     communicator.begin_round()
     buffers = [content(size, seed) for seed, size in enumerate(sizes)]
-    handles = [communicator.send(buffer, to, deadline=deadline) for buffer in buffers]
+    handles = [communicator.send([buffer], to, deadline=deadline) for buffer in buffers]
     for handle in handles:
         handle.wait(deadline)
         assert handle.done
@@ -60,7 +60,7 @@ def receive(state: State, sizes: list[int], source: int, seconds: float = 20.0) 
     deadline = state["deadline"] = Deadline(seconds)
     communicator.begin_round()
     buffers = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    handles = [communicator.receive(buffer, source, deadline=deadline) for buffer in buffers]
+    handles = [communicator.receive([buffer], source, deadline=deadline) for buffer in buffers]
     for handle in handles:
         handle.wait(deadline)
         assert handle.done
@@ -71,7 +71,7 @@ def send_zeros(state: State, size: int, to: list[int], seconds: float = 20.0) ->
     """Send `size` bytes, cheap to make."""
     deadline = state["deadline"] = Deadline(seconds)
     state["communicator"].begin_round()
-    state["communicator"].send(torch.zeros(size, dtype=torch.uint8), to, deadline=deadline).wait(deadline)
+    state["communicator"].send([torch.zeros(size, dtype=torch.uint8)], to, deadline=deadline).wait(deadline)
 
 
 def receive_zeros(state: State, size: int, source: int, seconds: float = 20.0) -> bool:
@@ -79,14 +79,14 @@ def receive_zeros(state: State, size: int, source: int, seconds: float = 20.0) -
     deadline = state["deadline"] = Deadline(seconds)
     buffer = torch.ones(size, dtype=torch.uint8)
     state["communicator"].begin_round()
-    state["communicator"].receive(buffer, source, deadline=deadline).wait(deadline)
+    state["communicator"].receive([buffer], source, deadline=deadline).wait(deadline)
     return not buffer.view(torch.int64 if size % 8 == 0 else torch.uint8).any()
 
 
 def post_receive(state: State, size: int, source: int) -> None:
     """Queue a receive and let it be; it fits the window."""
     state["buffer"] = torch.ones(size, dtype=torch.uint8)
-    state["handle"] = state["communicator"].receive(state["buffer"], source, deadline=Deadline(10))
+    state["handle"] = state["communicator"].receive([state["buffer"]], source, deadline=Deadline(10))
 
 
 def finish_receive(state: State) -> bool:
@@ -125,7 +125,7 @@ def receive_and_retire(state: State, size: int, source: int) -> str:
     state["weak"] = weakref.ref(buffer.untyped_storage())
     state["communicator"].begin_round()
     try:
-        state["communicator"].receive(buffer, source, deadline=Deadline(20)).wait(Deadline(20))
+        state["communicator"].receive([buffer], source, deadline=Deadline(20)).wait(Deadline(20))
     except WeightwireError as error:
         words = f"{type(error).__name__}: {error}"
     retire(state)

@@ -53,9 +53,9 @@ def main(first: str, second: str) -> int:
     retired, forgotten = connect(first, 1.0), connect(second, 60.0)
     deadline = Deadline(60)
     message = torch.ones(SIZE, dtype=torch.uint8)
-    waited_for = forgotten.send(message, [1], deadline=deadline)
+    waited_for = forgotten.send([message], [1], deadline=deadline)
     try:
-        retired.send(message, [1], deadline=deadline).wait(deadline)
+        retired.send([message], [1], deadline=deadline).wait(deadline)
     except PeerStalled:
         retired.retire()
     threading.Thread(target=waited_for.wait, args=(deadline,), daemon=True).start()

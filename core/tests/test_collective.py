@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,31 @@ def test_one_to_one(strict_ranks: BorrowRanks, tmp_path: Path, window: int) -> N
 
 
 @pytest.mark.parametrize("collective", [False, True])
+def test_messages_of_several_buffers(strict_ranks: BorrowRanks, tmp_path: Path, collective: bool) -> None:
+    lent = connected(strict_ranks, 3, tmp_path, piece_bytes=PIECE, window=2, collective=collective, senders=[0])
+    calls = [rank.start(move_messages, number) for number, rank in enumerate(lent)]
+    assert all(call.result() for call in calls)
+    close_all(lent)
+
+
+def move_messages(state: State, rank: int) -> bool:
+    """Messages whose buffers fill parcels in part, to the byte and several times over."""
+    communicator: TorchCommunicator = state["communicator"]
+    deadline = Deadline(20)
+    messages = [SIZES, [PIECE, PIECE], [1] * 40, [], [0], [2 * PIECE - 1, 1, 2 * PIECE + 1, 5]]
+    sent = [[content(size, seed) for seed, size in enumerate(sizes)] for sizes in messages]
+    if rank == 0:
+        handles = [communicator.send(buffers, [1, 2], deadline=deadline) for buffers in sent]
+        received = sent
+    else:
+        received = [[torch.zeros_like(buffer) for buffer in buffers] for buffers in sent]
+        handles = [communicator.receive(buffers, 0, deadline=deadline) for buffers in received]
+    for handle in handles:
+        handle.wait(deadline)
+    return all(map(torch.equal, itertools.chain(*received), itertools.chain(*sent)))
+
+
+@pytest.mark.parametrize("collective", [False, True])
 def test_one_to_two(strict_ranks: BorrowRanks, tmp_path: Path, collective: bool) -> None:
     lent = connected(strict_ranks, 3, tmp_path, piece_bytes=PIECE, collective=collective, senders=[0])
     sent = lent[0].start(send, SIZES, [1, 2])
@@ -76,8 +102,8 @@ def exchange(state: State, size: int, peer: int) -> bool:
     deadline = Deadline(20)
     incoming = torch.zeros(size, dtype=torch.uint8)
     handles = [
-        communicator.send(content(size, 1 - peer), [peer], deadline=deadline),
-        communicator.receive(incoming, peer, deadline=deadline),
+        communicator.send([content(size, 1 - peer)], [peer], deadline=deadline),
+        communicator.receive([incoming], peer, deadline=deadline),
     ]
     communicator.flush(deadline)
     return all(handle.done for handle in handles) and torch.equal(incoming, content(size, peer))
@@ -104,9 +130,9 @@ def move_dtypes(state: State, sending: bool) -> bool:
         buffer = torch.empty(24, dtype=dtype).reshape(-1).view(torch.uint8)
         if sending:
             buffer.copy_(expected)
-            communicator.send(buffer, [1], deadline=deadline).wait(deadline)
+            communicator.send([buffer], [1], deadline=deadline).wait(deadline)
         else:
-            communicator.receive(buffer, 0, deadline=deadline).wait(deadline)
+            communicator.receive([buffer], 0, deadline=deadline).wait(deadline)
         same = same and torch.equal(buffer, expected)
     return same
 
@@ -127,14 +153,14 @@ def refused(state: State) -> list[str]:
     deadline = Deadline(5)
     good = torch.zeros(8, dtype=torch.uint8)
     bad: list[Callable[[], object]] = [
-        lambda: communicator.send(torch.zeros(8), [1, 2], deadline=deadline),
-        lambda: communicator.send(torch.zeros(8, dtype=torch.int8), [1, 2], deadline=deadline),
-        lambda: communicator.send(good.reshape(2, 4), [1, 2], deadline=deadline),
-        lambda: communicator.send(good[::2], [1, 2], deadline=deadline),
-        lambda: communicator.send(good.to("meta"), [1, 2], deadline=deadline),
-        lambda: communicator.send(good, [1], deadline=deadline),
-        lambda: communicator.send(good, [0, 3], deadline=deadline),
-        lambda: communicator.receive(good, 1, deadline=deadline),
+        lambda: communicator.send([torch.zeros(8)], [1, 2], deadline=deadline),
+        lambda: communicator.send([torch.zeros(8, dtype=torch.int8)], [1, 2], deadline=deadline),
+        lambda: communicator.send([good.reshape(2, 4)], [1, 2], deadline=deadline),
+        lambda: communicator.send([good[::2]], [1, 2], deadline=deadline),
+        lambda: communicator.send([good.to("meta")], [1, 2], deadline=deadline),
+        lambda: communicator.send([good], [1], deadline=deadline),
+        lambda: communicator.send([good], [0, 3], deadline=deadline),
+        lambda: communicator.receive([good], 1, deadline=deadline),
     ]
     kinds = []
     for call in bad:
@@ -155,7 +181,7 @@ def test_a_full_window_blocks_until_the_deadline(ranks: BorrowRanks, tmp_path: P
 
 
 def send_nobody_receives(state: State, size: int) -> str:
-    state["communicator"].send(torch.zeros(size, dtype=torch.uint8), [1], deadline=Deadline(0.3))
+    state["communicator"].send([torch.zeros(size, dtype=torch.uint8)], [1], deadline=Deadline(0.3))
     return "queued"
 
 
@@ -181,7 +207,7 @@ def test_what_was_sent_arrives_after_the_sender_closed_and_died(ranks: BorrowRan
 
 def send_and_close(state: State, size: int) -> None:
     deadline = Deadline(10)
-    state["communicator"].send(torch.zeros(size, dtype=torch.uint8), [1], deadline=deadline).wait(deadline)
+    state["communicator"].send([torch.zeros(size, dtype=torch.uint8)], [1], deadline=deadline).wait(deadline)
     state["communicator"].close(deadline)
 
 
@@ -247,9 +273,9 @@ def move_on_cuda(state: State, rank: int, world: int, store: str, collective: bo
     expected = content(40 * MIB + 5, 1)
     buffer = expected.to(device) if rank == 0 else torch.zeros(expected.numel(), dtype=torch.uint8, device=device)
     if rank == 0:
-        communicator.send(buffer, range(1, world), deadline=deadline).wait(deadline)
+        communicator.send([buffer], range(1, world), deadline=deadline).wait(deadline)
     else:
-        communicator.receive(buffer, 0, deadline=deadline).wait(deadline)
+        communicator.receive([buffer], 0, deadline=deadline).wait(deadline)
     communicator.close(deadline)
     return torch.equal(buffer.cpu(), expected)
 

@@ -59,7 +59,7 @@ def test_a_cancelled_deadline_lets_nothing_begin(ranks: BorrowRanks, tmp_path: P
 def send_when_cancelled(state: State) -> None:
     deadline = Deadline(10)
     deadline.cancel(TransferAborted("stop"))
-    state["communicator"].send(torch.zeros(8, dtype=torch.uint8), [1], deadline=deadline)
+    state["communicator"].send([torch.zeros(8, dtype=torch.uint8)], [1], deadline=deadline)
 
 
 def wait_until_started(state: State) -> None:
@@ -140,8 +140,8 @@ def test_a_stopped_receiver_is_named_and_a_new_group_works_at_once(ranks: Borrow
 def test_a_retired_buffer_lives_until_nothing_can_write_to_it(ranks: BorrowRanks, tmp_path: Path) -> None:
     receiver, sender = connected(ranks, 2, tmp_path, senders=[1], piece_bytes=4 * MIB, stall_limit=0.5)
     sender.at(FIRST_PIECE, "stop")
-    ended = receiver.start(receive_and_retire, 24 * MIB, 1)
-    sender.start(send_zeros, 24 * MIB, [0])
+    ended = receiver.start(receive_and_retire, 128 * MIB, 1)
+    sender.start(send_zeros, 128 * MIB, [0])
     sender.reached(FIRST_PIECE)
     assert ended.result().startswith("PeerStalled: [rank 0] rank 1")
     assert receiver.call(buffer_lives)

@@ -101,7 +101,6 @@ def test_command_of_another_distribution(fake_site: FakeSite, capsys: pytest.Cap
     ("name", "words"),
     [
         ("plan", "pip install weightwire-m2n"),
-        ("verify", "'verify' is not in weightwire-cli 0.1.0: pip install --upgrade weightwire-cli"),
         ("pluggins", "did you mean 'plugins'?"),
         ("zzzzzz", "see weightwire --help"),
     ],
@@ -110,6 +109,15 @@ def test_missing_command_says_how_to_have_it(
     fake_site: FakeSite, capsys: pytest.CaptureFixture[str], name: str, words: str
 ) -> None:
     assert command.main([name]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_command_of_a_later_version(
+    fake_site: FakeSite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "COMMANDS", {"prune": "weightwire-cli"})
+    assert command.main(["prune"]) == 2
+    words = f"'prune' is not in weightwire-cli {__version__}: pip install --upgrade weightwire-cli"
     assert words in capsys.readouterr().err
 
 

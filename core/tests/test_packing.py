@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightwire import staging
 from weightwire.deadline import Deadline
 from weightwire.errors import DeadlineExceeded
 from weightwire.layout import ParamMeta
@@ -21,6 +22,7 @@ from weightwire.packing import (
     fill_chunk,
     plan_chunks,
     plan_digest,
+    unpack_chunk,
 )
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.complex128, torch.float8_e4m3fn, torch.bool]
@@ -69,7 +71,8 @@ def test_plan(model: list[ParamMeta], buffer_bytes: int, packed: bool, align: in
             assert all(item.offset % align == 0 for item in chunk.items)
             assert all(a.offset + a.nbytes <= b.offset for a, b in itertools.pairwise(chunk.items))
         else:
-            assert len(chunk.items) == 1
+            assert len(chunk.items) == 1 or chunk.nbytes <= 2 * buffer_bytes
+            assert all(a.offset + a.nbytes == b.offset for a, b in itertools.pairwise(chunk.items))
     last = [chunk.items[-1].index for chunk in chunks]
     assert last == sorted(last)
     assert plan_digest(chunks) == plan_digest(plan(model, **options))
@@ -80,11 +83,13 @@ def test_plan_by_hand() -> None:
         return ParamMeta(name, torch.uint8, (size,), owners=(owner,))
 
     model = [meta("a", 10), meta("b", 70), meta("c", 5, 1), meta("big", 100), meta("d", 20), meta("e", 64)]
+    model += [meta("more", 300), meta("last", 101)]
     assert plan(model, buffer_bytes=200, pack_below=100) == [
         Chunk(0, True, (ChunkItem(0, 0, 10), ChunkItem(1, 64, 70)), ((0, 1), (1, 2)), 134),
         Chunk(1, True, (ChunkItem(2, 0, 5),), ((0, 1),), 5),
-        Chunk(0, False, (ChunkItem(3, 0, 100),), ((0, 1),), 100),
         Chunk(0, True, (ChunkItem(4, 0, 20), ChunkItem(5, 64, 64)), ((0, 1), (1, 2)), 128),
+        Chunk(0, False, (ChunkItem(3, 0, 100), ChunkItem(6, 100, 300)), ((0, 1), (1, 2)), 400),
+        Chunk(0, False, (ChunkItem(7, 0, 101),), ((0, 1),), 101),
     ]
 
 
@@ -143,6 +148,41 @@ def test_chunks_round_trip(model: list[ParamMeta], buffer_bytes: int) -> None:
         assert message.numel() == chunk.nbytes
         received |= {name: view.clone() for name, view in chunk_views(message.clone(), chunk, model)}
     assert all(same_bytes(received[meta.name], tensors[index]) for index, meta in enumerate(model))
+
+
+@given(model=models(), buffer_bytes=st.integers(1, 3000), apart=st.sets(st.integers(0, 11)), gaps=st.booleans())
+def test_unpacking_to_targets(model: list[ParamMeta], buffer_bytes: int, apart: set[int], gaps: bool) -> None:
+    """Whatever lies end to end is copied, the rest is handed out, and nothing beyond the targets is written."""
+    tensors = {index: random_tensor(meta) for index, meta in enumerate(model)}
+    arena = torch.full((sum(-(-meta.nbytes // 64) * 64 + 64 for meta in model) + 64,), 77, dtype=torch.uint8)
+    start = -arena.data_ptr() % 64
+    targets, covered = {}, torch.zeros_like(arena, dtype=torch.bool)
+    for index, meta in enumerate(model):
+        start += 64 * (index in apart)
+        targets[meta.name] = arena[start : start + meta.nbytes].view(meta.dtype).view(meta.shape)
+        covered[start : start + meta.nbytes] = True
+        start += -(-meta.nbytes // 64) * 64 if gaps else -(-meta.nbytes // 16) * 16
+    for index in apart & {0, 5}:
+        targets.pop(f"p{index}", None)
+    for chunk in plan(model, buffer_bytes=buffer_bytes):
+        buffer = BufferRing(1, max(chunk.nbytes, 1), "cpu").acquire(Deadline(1)).buffer
+        message = fill_chunk(buffer, chunk, tensors)
+        copied, views = unpack_chunk(message, chunk, model, targets)
+        assert sorted([*copied, *(name for name, _ in views)]) == sorted(model[item.index].name for item in chunk.items)
+        assert all(same_bytes(view, tensors[int(name[1:])]) for name, view in views)
+        assert all(same_bytes(targets[name], tensors[int(name[1:])]) for name in copied)
+    assert (arena[~covered] == 77).all()
+
+
+def test_thousands_side_by_side_are_copied() -> None:
+    model = [ParamMeta(f"p{number}", torch.bfloat16, (32,)) for number in range(5000)]
+    slab = staging.Slab()
+    targets = {meta.name: staging.storage_bytes(slab.cut(64)).view(torch.bfloat16) for meta in model}
+    (chunk,) = plan(model, buffer_bytes=1 << 20)
+    tensors = {index: random_tensor(meta) for index, meta in enumerate(model)}
+    message = fill_chunk(torch.empty(1 << 20, dtype=torch.uint8), chunk, tensors)
+    assert unpack_chunk(message, chunk, model, targets) == (list(targets), [])
+    assert all(same_bytes(targets[f"p{index}"], tensor) for index, tensor in tensors.items())
 
 
 class Flight:

@@ -155,10 +155,29 @@ def test_nothing_may_come_twice(sink: ModuleSink, model: Net) -> None:
         sink.load([("norm.bias", bias)])
     with pytest.raises(UpdateRefused, match="came twice"):
         sink.received(["norm.bias"])
+    with pytest.raises(UpdateRefused, match="'norm.weight' came twice"):
+        sink.received(["norm.weight", "norm.weight"])
     with pytest.raises(UpdateRefused, match="came twice"):
         sink.adopt({"norm.bias": bias})
     with pytest.raises(UpdateRefused, match="came twice"):
         sink.patch([Patch("norm.bias", torch.tensor([1]), torch.zeros(1))])
+
+
+def test_a_tensor_may_be_overwritten_once_the_next_one_is_asked_for(model: Net) -> None:
+    sink, new = ModuleSink(model), values(model, 1)
+    largest = torch.empty(max(tensor.numel() for tensor in new.values()))
+
+    def through_one_buffer() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in new.items():
+            yield name, largest[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    for _ in range(3):
+        sink.begin(spec_of(new))
+        sink.targets(new)
+        sink.load(through_one_buffer())
+        sink.prepare()
+        sink.commit()
+        assert all(same_bits(model.state_dict()[name], tensor) for name, tensor in new.items())
 
 
 def test_everything_has_to_come(sink: ModuleSink, model: Net) -> None:

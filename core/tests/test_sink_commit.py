@@ -493,6 +493,7 @@ def test_large_staging_lies_on_huge_pages_and_goes_back_to_the_system() -> None:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[0]) * 4096
 
+    gc.collect()
     size, before = 64 << 20, mapped()
     storage = staging.allocate(size, torch.device("cpu"))
     assert storage.nbytes() == size

@@ -16,7 +16,8 @@ from weightwire import layout
 from weightwire.dtensor import cutting_order
 from weightwire.errors import MetadataError, SourceMismatch, Unsupported
 from weightwire.layout import ParamMeta, cut
-from weightwire.source import ModuleSource, StateDictSource, WeightSource, as_bytes, checked
+from weightwire.source import ModuleSource, StateDictSource, WeightSource, as_bytes
+from weightwire.source_check import checked
 from weightwire.testing.strategies import odd_tensors, state_dicts, tensors
 
 Pairs = list[tuple[str, Tensor]]

@@ -16,7 +16,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from core.tests.distributed_ranks import State, mesh_over, process_group
 from weightwire.errors import SourceMismatch, Unsupported
 from weightwire.layout import ParamMeta, Replicate, Shard, metadata_digest
-from weightwire.source import ModuleSource, StateDictSource, WeightSource, checked
+from weightwire.source import ModuleSource, StateDictSource, WeightSource
+from weightwire.source_check import checked
 from weightwire.testing.fixtures import BorrowRanks
 
 

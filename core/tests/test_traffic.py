@@ -1,13 +1,13 @@
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
-import torch
 
 from weightwire.deadline import Deadline
 from weightwire.errors import OrderError, PeerFailed, PeerLost, TransferError
-from weightwire.traffic import Flow, Traffic
+from weightwire.traffic import Flow, Parcel, Traffic
 
 
 class Work:
@@ -47,7 +47,7 @@ def traffic_with(work: Work, peers: Peers | None = None) -> tuple[Traffic, Flow]
     liveness: Any = peers or Peers()
     traffic = Traffic([flow], liveness, settled, labels=["here", "there"], rank=0)
     with traffic.lock:
-        traffic.post(flow, work, torch.zeros(1), None)
+        traffic.post(flow, Parcel(deque([work]), 1, []))
     return traffic, flow
 
 

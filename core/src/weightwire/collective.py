@@ -1,13 +1,14 @@
 """The data plane: bytes from one rank to others, in pieces, with nothing that can hang.
 
-A `Communicator` moves 1-D uint8 buffers. Both sides cut a buffer into the same pieces from the same number, so the
-plans of sender and receiver must agree before the first call: gloo kills a process whose buffer is too small.
+A `Communicator` moves messages, which are lists of 1-D uint8 buffers. Both sides cut them into the same pieces, and
+the pieces into parcels, from the same numbers, so the plans of sender and receiver must agree before the first call:
+gloo kills a process whose buffer is too small.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from weightwire import faults, reaper
 from weightwire.deadline import Deadline
 from weightwire.errors import OrderError, TransferAborted
 from weightwire.liveness import GAVE_UP, LEFT, Liveness
-from weightwire.traffic import Flow, Traffic
+from weightwire.traffic import Flow, Parcel, Traffic
 from weightwire.wires import Wire, connect
 
 _BACKSTOP = 6.0
 _RECEIVER_SECONDS = 0.5
-_SMALL_PIECES = 4
+_PARCEL_PIECES = 2
+_SMALL_PARCELS = 4
 
 
 class Handle:
@@ -65,14 +67,15 @@ class Communicator(ABC):
         """A round begins: the fault point `communicator.first_piece` is reached once more."""
 
     @abstractmethod
-    def send(self, buffer: Tensor, to: Sequence[int], *, deadline: Deadline, keep: object = None) -> Handle:
-        """Queue `buffer` for every rank in `to`; blocks while a destination's window is full.
+    def send(self, buffers: Sequence[Tensor], to: Sequence[int], *, deadline: Deadline, keep: object = None) -> Handle:
+        """Queue a message for every rank in `to`; blocks while a destination's window is full.
 
         A destination that fails on the way does not keep the others from getting all of it: the error comes after
         everything is queued for them.
 
         Args:
-            buffer: 1-D, contiguous, uint8, on the communicator's device; not to be written until the handle is done.
+            buffers: Each 1-D, contiguous, uint8, on the communicator's device; not to be written until the handle is
+                done.
             to: Ranks.
             deadline: Deadline of the public call.
             keep: Anything that must live until the bytes have moved.
@@ -83,11 +86,11 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def receive(self, buffer: Tensor, source: int, *, deadline: Deadline) -> Handle:
-        """Have the next bytes from `source` written into `buffer`; blocks while its window is full.
+    def receive(self, buffers: Sequence[Tensor], source: int, *, deadline: Deadline) -> Handle:
+        """Have the next message from `source` written into `buffers`; blocks while its window is full.
 
         Args:
-            buffer: As in `send`, and of the same number of bytes; undefined until the handle is done.
+            buffers: As in `send`, and of the same numbers of bytes; undefined until the handle is done.
             source: A rank.
             deadline: Deadline of the public call.
 
@@ -142,7 +145,7 @@ class TorchCommunicator(Communicator):
         stall_limit: Seconds without a finished piece, while one is waited for, after which a peer is said to have
             stopped; a receiver waits half a second longer.
         piece_bytes: Buffers are cut into pieces of this size.
-        window: Pieces under way to or from one peer; up to four times as many when they are small.
+        window: Pieces under way to or from one peer; up to four times as many parcels when they are small.
         collective: Send by one broadcast to all receivers, instead of to each by itself.
         senders: Ranks that will send, while all others receive; None: everybody to everybody. Connections are made
             only where data can flow.
@@ -215,16 +218,16 @@ class TorchCommunicator(Communicator):
         """Let the next piece that moves be the first of a round."""
         self._traffic.round_is_new = True
 
-    def send(self, buffer: Tensor, to: Sequence[int], *, deadline: Deadline, keep: object = None) -> Handle:
+    def send(self, buffers: Sequence[Tensor], to: Sequence[int], *, deadline: Deadline, keep: object = None) -> Handle:
         """See `Communicator.send`."""
         flows = self._known(self._outgoing, to)
         if self._collective and len(to) != len(self._outgoing):
             raise ValueError(f"a collective send goes to all of {sorted(self._outgoing)}, not to {list(to)}")
-        return self._queue(buffer, flows, self._wire.send, deadline, keep)
+        return self._queue(buffers, flows, self._wire.send, deadline, keep)
 
-    def receive(self, buffer: Tensor, source: int, *, deadline: Deadline) -> Handle:
+    def receive(self, buffers: Sequence[Tensor], source: int, *, deadline: Deadline) -> Handle:
         """See `Communicator.receive`."""
-        return self._queue(buffer, self._known(self._incoming, [source]), self._wire.receive, deadline, None)
+        return self._queue(buffers, self._known(self._incoming, [source]), self._wire.receive, deadline, None)
 
     def _known(self, known: dict[int, Flow], peers: Sequence[int]) -> list[Flow]:
         if not peers or len(set(peers)) != len(peers) or not known.keys() >= set(peers):
@@ -233,33 +236,35 @@ class TorchCommunicator(Communicator):
 
     def _queue(
         self,
-        buffer: Tensor,
+        buffers: Sequence[Tensor],
         flows: list[Flow],
-        start: Callable[[Tensor, Sequence[int], float], Sequence[Any]],
+        start: Callable[[Sequence[Tensor], Sequence[int], float], Sequence[Parcel]],
         deadline: Deadline,
         keep: object,
     ) -> Handle:
-        self._check_buffer(buffer)
+        for buffer in buffers:
+            self._check_buffer(buffer)
         traffic = self._traffic
         traffic.check()
-        for piece in _cut(buffer, self._piece_bytes):
+        for pieces in _parcels(buffers, self._piece_bytes):
             ready = [flow for flow in flows if self._has_room(flow, deadline)]
             if not ready:
                 break
             with traffic.lock:
                 if self._closed:
                     break
-                works = start(piece, [flow.peers[0] for flow in ready], min(deadline.remaining() + 1.0, self._longest))
-                for flow, work in zip(ready, works, strict=True):
-                    traffic.post(flow, work, piece, keep)
+                timeout = min(deadline.remaining() + 1.0, self._longest)
+                for flow, parcel in zip(ready, start(pieces, [flow.peers[0] for flow in ready], timeout), strict=True):
+                    parcel.keep += (pieces, keep)
+                    traffic.post(flow, parcel)
         for flow in flows:
             flow.check()
         traffic.check()
         return Handle(traffic, [(flow, flow.posted) for flow in flows])
 
     def _has_room(self, flow: Flow, deadline: Deadline) -> bool:
-        nbytes, pieces = self._window * self._piece_bytes, self._window * _SMALL_PIECES
-        return self._traffic.has_room(flow, nbytes=nbytes, pieces=pieces, deadline=deadline)
+        nbytes, parcels = self._window * self._piece_bytes, self._window * _SMALL_PARCELS
+        return self._traffic.has_room(flow, nbytes=nbytes, parcels=parcels, deadline=deadline)
 
     def _check_buffer(self, buffer: Tensor) -> None:
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
@@ -303,7 +308,7 @@ class TorchCommunicator(Communicator):
             self._closed = True
             pending = self._traffic.stop(TransferAborted("the communicator was retired"))
         self._liveness.close(GAVE_UP)
-        works = [work for work, _, _ in pending]
+        works = [work for parcel in pending for work in parcel.works]
         reaper.park(
             self._wire.release(),
             works=works,
@@ -327,11 +332,20 @@ def _routes(ranks: range, senders: Sequence[int] | None) -> list[tuple[int, int]
     return [(sender, to) for sender in senders for to in ranks if to not in senders]
 
 
-def _cut(buffer: Tensor, piece_bytes: int) -> list[Tensor]:
-    nbytes = buffer.numel()
-    if 0 < nbytes <= piece_bytes:
-        return [buffer]
-    return [buffer[start : start + piece_bytes] for start in range(0, nbytes, piece_bytes)]
+def _parcels(buffers: Sequence[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
+    """Cut buffers into pieces, and gather these until a parcel is full; what is left over is the last parcel."""
+    pieces: list[Tensor] = []
+    nbytes = 0
+    for buffer in buffers:
+        for start in range(0, buffer.numel(), piece_bytes):
+            piece = buffer if buffer.numel() <= piece_bytes else buffer[start : start + piece_bytes]
+            pieces.append(piece)
+            nbytes += piece.numel()
+            if nbytes >= _PARCEL_PIECES * piece_bytes:
+                yield pieces
+                pieces, nbytes = [], 0
+    if pieces:
+        yield pieces
 
 
 def _flows(

@@ -28,6 +28,7 @@ GROUP: Final = "weightwire.commands"
 
 COMMANDS: Final[Mapping[str, str]] = {
     "bench": "weightwire-cli",
+    "completion": "weightwire-cli",
     "plan": "weightwire-m2n",
     "push": "weightwire-cli",
     "serve": "weightwire-cli",

@@ -162,7 +162,7 @@ class Inventory:
         return (
             len(found) == len(self.found)
             and all(map(operator.is_, found, self.found))
-            and all(tensor.dtype == view.dtype for tensor, view in zip(*self.bound, strict=True))
+            and all(map(operator.is_, *(map(operator.attrgetter("dtype"), one) for one in self.bound)))
             and all(map(torch.Tensor.is_set_to, *self.bound))
         )
 

@@ -298,6 +298,11 @@ _REQUIRED: Final = frozenset({"name", "dtype", "shape"})
 _LISTS: Final = frozenset({"shape", "owners", "mesh_shape", "placements"})
 
 
+def total_bytes(metadata: Sequence[ParamMeta]) -> int:
+    """Size of all parameters together."""
+    return sum(meta.nbytes for meta in metadata)
+
+
 def metadata_digest(metadata: Sequence[ParamMeta]) -> str:
     """The SHA-256, in hex, of the list in order: equal in every process that declares the same model."""
     records = [meta.to_json() for meta in metadata]

@@ -17,7 +17,7 @@ from typing import Any
 from weightwire import API_VERSION, __version__
 from weightwire.deadline import Deadline
 from weightwire.errors import HandshakeError, WeightwireError, describe
-from weightwire.layout import ParamMeta, check_metadata, metadata_digest
+from weightwire.layout import ParamMeta, check_metadata, metadata_digest, total_bytes
 from weightwire.messages import LinkInfo
 from weightwire.rendezvous import Outcome, Rendezvous
 from weightwire.session import Revision
@@ -66,6 +66,7 @@ class Link:
             )
         self.metadata = parse_metadata(info.metadata)
         self.metadata_digest = metadata_digest(self.metadata)
+        self.total_bytes = total_bytes(self.metadata)
         self.rendezvous = Rendezvous.join(
             address=info.address,
             port=info.port,

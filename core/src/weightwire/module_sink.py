@@ -118,30 +118,38 @@ class ModuleSink(WeightSink):
     def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `WeightSink.load`."""
         update = self._open()
-        landing = update.landing
-        into: list[torch.Tensor] = []
-        what: list[torch.Tensor] = []
+        if isinstance(pairs, Sequence) and self._load_together(update, pairs):
+            return
         with self._inventory.writing():
             for name, tensor in pairs:
                 if self._update is not update:
                     raise TransferAborted("the update was aborted while weights were being loaded")
-                target = landing.get(name)
-                if target is not None and target.shape == tensor.shape and target.dtype == tensor.dtype:
-                    update.arrive(name)
-                    into.append(target)
-                    what.append(tensor)
-                elif chosen := update.find(name):
+                if chosen := update.find(name):
                     check_tensor(name, chosen[1], tensor)
                     update.arrive(name)
                     self._put(update, name, chosen, tensor)
-            if into:
-                # One call for all: the copies of thousands of small tensors cost less than their calls.
-                torch._foreach_copy_(into, what)
+
+    def _load_together(self, update: Update, pairs: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        """Copy all with one call, which costs much less than thousands, if each has its place already."""
+        names, tensors = [name for name, _ in pairs], [tensor for _, tensor in pairs]
+        targets = [target for name in names if (target := update.landing.get(name)) is not None]
+        if (
+            len(targets) < max(1, len(names))
+            or [target.shape for target in targets] != [tensor.shape for tensor in tensors]
+            or [target.dtype for target in targets] != [tensor.dtype for tensor in tensors]
+        ):
+            return False
+        update.arrive_all(names)
+        with self._inventory.writing():
+            torch._foreach_copy_(targets, tensors)
+        return True
 
     def _put(self, update: Update, name: str, chosen: Chosen, tensor: torch.Tensor) -> None:
         """Copy `tensor` to where commit takes it from, or in place."""
         entry, meta = chosen
-        if entry.lands(meta):
+        if (target := update.landing.get(name)) is not None:
+            target.copy_(tensor)
+        elif entry.lands(meta):
             self._target(update, name, chosen).copy_(tensor)
         elif self.staging == "in_place":
             self._dirty, local = True, entry.local
@@ -155,7 +163,9 @@ class ModuleSink(WeightSink):
 
     def targets(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """See `WeightSink.targets`."""
-        update, found = self._open(), {}
+        update, names, found = self._open(), list(names), {}
+        if update.landing.keys() >= set(names):
+            return {name: update.landing[name] for name in names}
         with _plain():
             for name in names:
                 target = update.landing.get(name)
@@ -183,10 +193,9 @@ class ModuleSink(WeightSink):
 
     def received(self, names: Iterable[str]) -> None:
         """See `WeightSink.received`."""
-        update = self._open()
-        for name in names:
-            if update.find(name):
-                update.arrive(name)
+        update, names = self._open(), list(names)
+        known = update.chosen.keys() >= set(names)
+        update.arrive_all(names if known else [name for name in names if update.find(name)])
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `WeightSink.adopt`."""

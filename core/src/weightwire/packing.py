@@ -1,12 +1,13 @@
 """What travels together: the chunk plan, and the ring of buffers that small tensors are packed into.
 
-A tensor of many bytes goes from its own storage into its target without a copy, as a chunk of its own. Small ones
-cost more as messages of their own than as copies (20,000 tensors of 1 KiB: 4.7 s against 6 ms), so those of one
+A tensor of many bytes goes from its own storage into its target without a copy, and a few of them share a message.
+Small ones cost more by themselves than as copies (20,000 tensors of 1 KiB: 4.7 s against 6 ms), so those of one
 sender are packed, each at an aligned offset, so that the receiver can use them where they lie.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import itertools
 import json
@@ -26,6 +27,8 @@ ALIGNMENT = 64
 """Bytes at which every ring buffer, and by default every packed tensor, starts."""
 
 _PACK_BELOW = 1 << 20
+_DIRECT_BUFFERS = 2
+_SPAN_TARGETS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Chunk:
 
     Attributes:
         sender: Trainer rank that sends it.
-        packed: Whether it goes through a ring buffer; else it is one tensor, sent from its own storage.
+        packed: Whether it goes through a ring buffer; else each tensor is sent from its own storage.
         items: Its parameters, in metadata order.
         runs: Ranges of `items` of one dtype and shape that lie end to end, and so are copied and viewed by one call.
         nbytes: Length of the message.
@@ -73,12 +76,13 @@ def plan_chunks(
     """Cut metadata into chunks; a pure function, so every rank has the same.
 
     Chunks come in the order of their last parameter, so a sender that goes through its parameters once can send each
-    as soon as it is complete. A pack takes its sender's small tensors as they come, until the next does not fit.
+    as soon as it is complete. A chunk takes its sender's small, or its large, tensors as they come, until the next
+    does not fit: a pack is at most one buffer long, large tensors are together at most two (one by itself may be more).
 
     Args:
         metadata: All parameters; each is sent by its first owner.
         buffer_bytes: Size of a ring buffer; no pack is longer.
-        packed: False makes every parameter a chunk of its own.
+        packed: False copies nothing into packs.
         pack_below: Parameters of fewer bytes are packed; None: the smaller of `buffer_bytes` and 1 MiB.
         align: Offsets in a pack are multiples of this, a power of two.
 
@@ -91,19 +95,18 @@ def plan_chunks(
     if align < 1 or align & (align - 1):
         raise ValueError(f"align is {align}, not a power of two")
     chunks: list[Chunk] = []
-    growing: dict[int, list[ChunkItem]] = {}
+    growing: dict[tuple[int, bool], list[ChunkItem]] = {}
     for index, meta in enumerate(metadata):
-        sender, nbytes = meta.first_owner, meta.nbytes
-        if not packed or nbytes >= limit:
-            chunks.append(Chunk(sender, False, (ChunkItem(index, 0, nbytes),), ((0, 1),), nbytes))
-            continue
-        items = growing.get(sender, [])
-        offset = _aligned(items[-1].offset + items[-1].nbytes, align) if items else 0
-        if offset + nbytes > buffer_bytes:
-            chunks.append(_pack(sender, growing.pop(sender), metadata))
+        pack = packed and meta.nbytes < limit
+        kind = meta.first_owner, pack
+        items = growing.get(kind, [])
+        end = items[-1].offset + items[-1].nbytes if items else 0
+        offset = _aligned(end, align) if pack else end
+        if items and offset + meta.nbytes > (buffer_bytes if pack else _DIRECT_BUFFERS * buffer_bytes):
+            chunks.append(_chunk(*kind, growing.pop(kind), metadata))
             offset = 0
-        growing.setdefault(sender, []).append(ChunkItem(index, offset, nbytes))
-    chunks += [_pack(sender, items, metadata) for sender, items in growing.items()]
+        growing.setdefault(kind, []).append(ChunkItem(index, offset, meta.nbytes))
+    chunks += [_chunk(*kind, items, metadata) for kind, items in growing.items()]
     return sorted(chunks, key=lambda chunk: chunk.items[-1].index)
 
 
@@ -111,14 +114,17 @@ def _aligned(offset: int, align: int) -> int:
     return (offset + align - 1) & -align
 
 
-def _pack(sender: int, items: list[ChunkItem], metadata: Sequence[ParamMeta]) -> Chunk:
+def _chunk(sender: int, packed: bool, items: list[ChunkItem], metadata: Sequence[ParamMeta]) -> Chunk:
+    return Chunk(sender, packed, tuple(items), _runs_of(items, metadata), items[-1].offset + items[-1].nbytes)
+
+
+def _runs_of(items: list[ChunkItem], metadata: Sequence[ParamMeta]) -> tuple[tuple[int, int], ...]:
     starts = [0]
     for place, (last, item) in enumerate(itertools.pairwise(items), start=1):
         one, other = metadata[last.index], metadata[item.index]
         if last.offset + last.nbytes != item.offset or one.dtype != other.dtype or one.shape != other.shape:
             starts.append(place)
-    runs = tuple(itertools.pairwise([*starts, len(items)]))
-    return Chunk(sender, True, tuple(items), runs, items[-1].offset + items[-1].nbytes)
+    return tuple(itertools.pairwise([*starts, len(items)]))
 
 
 def plan_digest(chunks: Iterable[Chunk]) -> str:
@@ -157,14 +163,65 @@ def chunk_views(buffer: Tensor, chunk: Chunk, metadata: Sequence[ParamMeta]) -> 
     """
     views: list[tuple[str, Tensor]] = []
     for items in _runs(chunk):
-        metas = [metadata[item.index] for item in items]
-        tensors = _stacked(buffer, items, metas[0].dtype, metas[0].shape).unbind(0)
-        views += zip([meta.name for meta in metas], tensors, strict=True)
+        names = [metadata[item.index].name for item in items]
+        views += zip(names, _rows(buffer, items, metadata).unbind(0), strict=True)
     return views
+
+
+def unpack_chunk(
+    buffer: Tensor, chunk: Chunk, metadata: Sequence[ParamMeta], targets: Mapping[str, Tensor]
+) -> tuple[list[str], list[tuple[str, Tensor]]]:
+    """Copy what can be copied by the run: parameters whose targets lie end to end in CPU memory.
+
+    Args:
+        buffer: As in `chunk_views`.
+        chunk: A chunk.
+        metadata: What it was planned from.
+        targets: Contiguous memory by name, see `WeightSink.targets`.
+
+    Returns:
+        The names of what was copied; names and views of the rest, as `chunk_views` gives them.
+    """
+    copied: list[str] = []
+    views: list[tuple[str, Tensor]] = []
+    for items in _runs(chunk):
+        names = [metadata[item.index].name for item in items]
+        spans = _spans([targets.get(name) for name in names], items[0].nbytes)
+        if spans is None:
+            views += zip(names, _rows(buffer, items, metadata).unbind(0), strict=True)
+            continue
+        start = items[0].offset
+        for span in spans:
+            span.copy_(buffer[start : start + span.numel()])
+            start += span.numel()
+        copied += names
+    return copied, views
+
+
+def _spans(targets: Sequence[Tensor | None], nbytes: int) -> list[Tensor] | None:
+    """The memory of targets of `nbytes` each in as few parts as it lies in, while they live; None if in many."""
+    first = targets[0]
+    if not nbytes or first is None or first.device.type != "cpu" or first.nbytes != nbytes:
+        return None
+    places = [one.data_ptr() for one in targets if one is not None]
+    if len(places) < len(targets):
+        return None
+    starts = [0, *(n for n in range(1, len(places)) if places[n] != places[n - 1] + nbytes), len(places)]
+    if len(starts) > 1 + max(1, len(places) // _SPAN_TARGETS):
+        return None
+    memory = [
+        (ctypes.c_uint8 * (nbytes * (end - at))).from_address(places[at]) for at, end in itertools.pairwise(starts)
+    ]
+    return [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
 
 
 def _runs(chunk: Chunk) -> Iterator[tuple[ChunkItem, ...]]:
     return (chunk.items[first:end] for first, end in chunk.runs)
+
+
+def _rows(buffer: Tensor, items: tuple[ChunkItem, ...], metadata: Sequence[ParamMeta]) -> Tensor:
+    meta = metadata[items[0].index]
+    return _stacked(buffer, items, meta.dtype, meta.shape)
 
 
 def _stacked(buffer: Tensor, items: tuple[ChunkItem, ...], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

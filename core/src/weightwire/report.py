@@ -52,6 +52,26 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOutcome:
+    """How one of several servers came out of a round.
+
+    Attributes:
+        server: The server in words, e.g. its URL.
+        workers: Its worker ranks in the round; none if it was left out.
+        error: Why it was left out, in its own words where it had any; None if it committed.
+    """
+
+    server: str
+    workers: tuple[int, ...] = ()
+    error: str | None = None
+
+    @property
+    def committed(self) -> bool:
+        """Whether it is on the new weights."""
+        return self.error is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferReport:
     """The outcome of one `send_weights`.
 
@@ -69,6 +89,7 @@ class TransferReport:
         ranks: What each rank did.
         reinitialised: Whether the link had to be opened again first.
         verified: Whether what the workers hold was proved equal (metadata always is; bytes with `checksum`).
+        servers: How each server came out of it, where the client drives several.
     """
 
     transport: str
@@ -84,6 +105,7 @@ class TransferReport:
     ranks: tuple[RankReport, ...]
     reinitialised: bool = False
     verified: bool = False
+    servers: tuple[ServerOutcome, ...] = ()
 
     @property
     def total_seconds(self) -> float:

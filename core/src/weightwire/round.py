@@ -20,7 +20,7 @@ from weightwire import faults
 from weightwire.deadline import Deadline
 from weightwire.errors import PeerFailed, PeerLost, Superseded, UpdateRefused, WeightsTorn, WeightwireError, describe
 from weightwire.gate import Gate
-from weightwire.layout import metadata_digest
+from weightwire.layout import metadata_digest, total_bytes
 from weightwire.link import base_error
 from weightwire.messages import WeightTransferUpdateInfo
 from weightwire.session import Revision
@@ -130,7 +130,8 @@ class Round:
             raise refusal
         self._begun = True
         self._keep_readers_out(deadline)
-        self.bytes = sum(meta.nbytes for meta in spec.metadata)
+        usual = link is not None and spec.metadata is link.metadata
+        self.bytes = link.total_bytes if link is not None and usual else total_bytes(spec.metadata)
 
     def _keep_readers_out(self, deadline: Deadline) -> None:
         """An in-place update writes what readers read: refuse new ones and wait for the present ones."""

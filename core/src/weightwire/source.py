@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weightwire.dtensor import is_dtensor, is_member, mesh_layout, piece, reshard, whole
-from weightwire.errors import MetadataError, SourceMismatch, Unsupported
+from weightwire.errors import MetadataError, Unsupported
 from weightwire.layout import ParamMeta
 
 
@@ -66,6 +66,14 @@ class WeightSource(ABC):
         """Yield this rank's piece of each name it owns."""
         raise Unsupported(f"{type(self).__name__} does not implement iter_local")
 
+    def resident(self) -> tuple[list[str], list[Tensor]] | None:
+        """The names and tensors that either way of iterating would yield, if all of them exist anyway.
+
+        Looking at thousands of tensors at once is several times cheaper than at one after the other. None, the
+        default, says that some are made while they are asked for, such as gathered or read ones.
+        """
+        return None
+
 
 class _TensorSource(WeightSource):
     """Both modes over named tensors, some of which may be DTensors."""
@@ -109,6 +117,10 @@ class _TensorSource(WeightSource):
     def gather_reasons(self) -> dict[str, str]:
         """Why, for each name in `gathered`, in words."""
         return {meta.name: reason for meta, reason in self._declared if reason}
+
+    @cached_property
+    def _sharded(self) -> bool:
+        return any(meta.owners is not None for meta in self.metadata)
 
     @property
     def device(self) -> torch.device:
@@ -163,12 +175,19 @@ class ModuleSource(_TensorSource):
         self._buffers = buffers
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from zip(*self._lists(), strict=True)
+
+    def _lists(self) -> tuple[list[str], list[Tensor]]:
         reshard(self._module)
-        for name, parameter in self._module.named_parameters():
-            yield _own_name(name), parameter
+        names, tensors = _named(self._module, _parameters)
         if self._buffers:
-            for name, buffer in _persistent_buffers(self._module):
-                yield _own_name(name), buffer
+            more = _named(self._module, _persistent_buffers)
+            names, tensors = names + more[0], tensors + more[1]
+        return names, tensors
+
+    def resident(self) -> tuple[list[str], list[Tensor]] | None:
+        """All tensors, unless a DTensor is among them."""
+        return None if self._sharded else self._lists()
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -185,14 +204,39 @@ def _own_name(name: str) -> str:
     return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a state dict holds, each once; no state dict is made, whose hooks may gather."""
-    seen: set[int] = set()
-    for prefix, submodule in module.named_modules():
-        for name, buffer in submodule.named_buffers(recurse=False):
-            if name not in submodule._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield f"{prefix}.{name}" if prefix else name, buffer
+def _named(
+    module: nn.Module, kind: Callable[[nn.Module], Mapping[str, Tensor | None]]
+) -> tuple[list[str], list[Tensor]]:
+    """Tensors of all submodules in the order of `named_parameters`, each once, under the model's own names."""
+    names: list[str] = []
+    tensors: list[Any] = []
+    seen = {id(None)}
+    for path, submodule in module.named_modules():
+        own = _own_name(path)
+        prefix = f"{own}." if own else ""
+        here = kind(submodule)
+        ids = list(map(id, here.values()))
+        if not seen.isdisjoint(ids) or len(set(ids)) < len(ids):
+            here = _untied(here, seen)
+        seen.update(ids)
+        names += [prefix + name for name in here]
+        tensors += here.values()
+    return names, tensors
+
+
+def _untied(tensors: Mapping[str, Tensor | None], seen: set[int]) -> dict[str, Tensor | None]:
+    first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
+    return {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen and first[id(tensor)] == name}
+
+
+def _parameters(module: nn.Module) -> Mapping[str, Tensor | None]:
+    return module._parameters
+
+
+def _persistent_buffers(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """The buffers that a state dict holds; no state dict is made, whose hooks may gather."""
+    transient = module._non_persistent_buffers_set
+    return {name: tensor for name, tensor in module._buffers.items() if name not in transient}
 
 
 class StateDictSource(_TensorSource):
@@ -209,6 +253,13 @@ class StateDictSource(_TensorSource):
 
     def __init__(self, state_dict: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]) -> None:
         self._state_dict = state_dict
+
+    def resident(self) -> tuple[list[str], list[Tensor]] | None:
+        """All tensors of a dict without DTensors; any other mapping may make its tensors as they are asked for."""
+        if self._sharded or not isinstance(self._state_dict, dict):
+            return None
+        pairs = dict(self._tensors())
+        return list(pairs), list(pairs.values())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         state_dict = self._state_dict() if callable(self._state_dict) else self._state_dict
@@ -232,65 +283,6 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
     storage = local.untyped_storage()._cdata
     place = (storage, local.storage_offset(), local.shape, local.stride(), local.dtype, local.device)
     return (*place, local.is_conj(), local.is_neg(), tensor.shape)
-
-
-def checked(
-    pairs: Iterable[tuple[str, Tensor]], expected: Sequence[ParamMeta], *, local_rank: int | None = None
-) -> Iterator[tuple[ParamMeta, Tensor]]:
-    """Compare what a source yields with what it declared, item by item, before a byte of the item moves.
-
-    Args:
-        pairs: `iter_full()` or `iter_local()`.
-        expected: What the metadata declares for this rank, in order.
-        local_rank: The trainer rank whose pieces these are; None for whole tensors.
-
-    Yields:
-        The metadata and the tensor: detached, contiguous, conjugation and negation resolved.
-
-    Raises:
-        SourceMismatch: Another name, order, dtype, shape or number of tensors, or something that holds no
-            bytes; names the first parameter that diverges and its index.
-    """
-    count = 0
-    for index, (name, tensor) in enumerate(pairs):
-        problem = _divergence(index, name, tensor, expected, local_rank)
-        if problem:
-            raise SourceMismatch(f"the source yields {name!r} at index {index}{problem}", parameter=name)
-        count += 1
-        yield expected[index], _plain(tensor.detach())
-    if count < len(expected):
-        missing = expected[count].name
-        raise SourceMismatch(
-            f"the source ends at index {count}, where its metadata declares {missing!r}: {count} of "
-            f"{len(expected)} were yielded",
-            parameter=missing,
-        )
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    # Asking is cheaper than calling what mostly has nothing to do, and there may be tens of thousands.
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
-
-
-def _divergence(
-    index: int, name: str, tensor: Tensor, expected: Sequence[ParamMeta], local_rank: int | None
-) -> str | None:
-    """What is wrong with item `index`, to end the sentence that names it; None if nothing is."""
-    meta = expected[index] if index < len(expected) else None
-    if meta is None or name != meta.name:
-        again = " a second time" if any(name == earlier.name for earlier in expected[:index]) else ""
-        where = f"where its metadata declares {meta.name!r}" if meta else "after all that its metadata declares"
-        return f"{again}, {where}"
-    if not isinstance(tensor, Tensor) or is_dtensor(tensor):
-        return f" as a {type(tensor).__name__}, not a plain tensor"
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return f" as a {tensor.layout} tensor on {tensor.device}, which holds no bytes that could be sent"
-    shape = meta.shape if local_rank is None else meta.local_shape(local_rank)
-    if tensor.dtype != meta.dtype or tensor.shape != shape:
-        return f" as {tensor.dtype} of shape {tuple(tensor.shape)}, and declares {meta.dtype} of shape {shape}"
-    return None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

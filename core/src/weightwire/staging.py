@@ -13,6 +13,15 @@ import torch
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page; storages of at least this size are placed on such pages where the machine has them."""
 
+ALIGNMENT = 64
+"""Bytes at which small storages start, as the small parameters do that travel packed."""
+
+SMALL = 64 << 10
+"""Bytes up to which a storage is small: below, calls cost more than copies."""
+
+SLAB = 4 << 20
+"""Bytes of memory that small storages share."""
+
 POISON = False
 """Fill staging with 0xA5 before it is handed out, so that bytes which never came cannot pass for weights. For tests."""
 
@@ -36,6 +45,24 @@ def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
         pages.madvise(mmap.MADV_HUGEPAGE)
     padding = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % HUGE_PAGE
     return torch.frombuffer(pages, dtype=torch.uint8, offset=padding, count=nbytes).untyped_storage()
+
+
+class Slab:
+    """CPU memory that small storages are cut from, one after the other, so that neighbours can be written as one.
+
+    Each is a storage of its own to torch. The memory goes back to the system with the last of them.
+    """
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._used = 0
+
+    def cut(self, nbytes: int) -> torch.UntypedStorage:
+        """The next `nbytes`, at most `SLAB`, with undefined content."""
+        if self._memory is None or self._used + nbytes > SLAB:
+            self._memory, self._used = mmap.mmap(-1, SLAB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
+        start, self._used = self._used, (self._used + nbytes + ALIGNMENT - 1) & -ALIGNMENT
+        return torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=nbytes).untyped_storage()
 
 
 def poison(storage: torch.UntypedStorage) -> None:

@@ -19,6 +19,7 @@ class StagingArea:
     def __init__(self) -> None:
         self.allocated_bytes = 0
         self._buffers: dict[Entry, torch.Tensor] = {}
+        self._slab = staging.Slab()
 
     def stage(self, update: Update, group: Group) -> Views:
         """The storage that stands in for the live one of `group` in this update."""
@@ -62,4 +63,5 @@ class StagingArea:
 
     def _allocate(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         self.allocated_bytes += nbytes
-        return staging.allocate(nbytes, device)
+        small = device.type == "cpu" and 0 < nbytes <= staging.SMALL
+        return self._slab.cut(nbytes) if small else staging.allocate(nbytes, device)

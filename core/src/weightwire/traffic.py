@@ -1,6 +1,6 @@
-"""The pieces a communicator has under way, and the one way in which they are waited for.
+"""The parcels a communicator has under way, and the one way in which they are waited for.
 
-Every wait ends when the piece has moved, when the deadline passes or is cancelled, when the peer's connection
+Every wait ends when the parcel has moved, when the deadline passes or is cancelled, when the peer's connection
 closes, or when nothing has moved for the stall limit.
 """
 
@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from weightwire import faults
 from weightwire.deadline import Deadline
 from weightwire.errors import PeerFailed, PeerLost, PeerStalled, TransferError, WeightwireError
@@ -27,16 +25,31 @@ _DRAIN_SECONDS = 0.3
 
 
 @dataclass(slots=True, eq=False)
+class Parcel:
+    """Bytes that a wire started to move as one.
+
+    Attributes:
+        works: Operations that have to end before all of it has moved; taken out as they do.
+        nbytes: How many bytes.
+        keep: Whatever must live until then.
+    """
+
+    works: deque[Any]
+    nbytes: int
+    keep: list[object]
+
+
+@dataclass(slots=True, eq=False)
 class Flow:
-    """What goes to one peer or comes from it. Pieces are counted from 1 and end in order.
+    """What goes to one peer or comes from it. Parcels are counted from 1 and end in order.
 
     Attributes:
         peers: Its rank; all receivers' ranks where one operation serves them all.
-        patience: Seconds without a piece, while one is waited for, after which a peer is said to have stopped.
-        pending: Operation, piece and whatever else must live until the piece has moved.
-        pending_bytes: Bytes of those pieces.
-        posted: Number of the last piece started.
-        moved: Number of the last piece that moved.
+        patience: Seconds without a parcel, while one is waited for, after which a peer is said to have stopped.
+        pending: What is under way.
+        pending_bytes: Bytes of those parcels.
+        posted: Number of the last parcel started.
+        moved: Number of the last parcel that moved.
         moved_at: When that was; when the flow was last started, if it was idle.
         lost_at: When a peer was seen to be gone.
         error: Why nothing more will move.
@@ -44,7 +57,7 @@ class Flow:
 
     peers: tuple[int, ...]
     patience: float
-    pending: deque[tuple[Any, Tensor, object]] = field(default_factory=deque)
+    pending: deque[Parcel] = field(default_factory=deque)
     pending_bytes: int = 0
     posted: int = 0
     moved: int = 0
@@ -92,25 +105,30 @@ class Traffic:
         if self.error is not None:
             raise _fresh(self.error)
 
-    def post(self, flow: Flow, work: Any, piece: Tensor, keep: object) -> None:
-        """Take an operation that was just started; called under `lock`."""
+    def post(self, flow: Flow, parcel: Parcel) -> None:
+        """Take a parcel that was just started; called under `lock`."""
         if not flow.pending:
             flow.moved_at = time.monotonic()
-        flow.pending.append((work, piece, keep))
-        flow.pending_bytes += piece.numel()
+        flow.pending.append(parcel)
+        flow.pending_bytes += parcel.nbytes
         flow.posted += 1
 
     def advance(self, flow: Flow) -> int:
-        """Take note of what has moved; returns the number of the last piece."""
+        """Take note of what has moved; returns the number of the last parcel."""
         first = False
         with self.lock:
-            while flow.error is None and flow.pending and flow.pending[0][0].is_completed():
+            while flow.error is None and flow.pending:
+                parcel = flow.pending[0]
                 try:
-                    flow.pending[0][0].wait()
+                    while parcel.works and parcel.works[0].is_completed():
+                        parcel.works[0].wait()
+                        parcel.works.popleft()
                 except RuntimeError as error:
                     flow.error = explain(self._liveness, flow.peers, error, labels=self._labels, where=self._where)
                     break
-                flow.pending_bytes -= flow.pending.popleft()[1].numel()
+                if parcel.works:
+                    break
+                flow.pending_bytes -= flow.pending.popleft().nbytes
                 flow.moved += 1
                 flow.moved_at = time.monotonic()
                 first, self.round_is_new = first or self.round_is_new, False
@@ -119,7 +137,7 @@ class Traffic:
         return flow.moved
 
     def reached(self, flow: Flow, mark: int, deadline: Deadline) -> bool:
-        """Wait until piece `mark` has moved; False if the peer failed first.
+        """Wait until parcel `mark` has moved; False if the peer failed first.
 
         Raises:
             DeadlineExceeded: The deadline passed.
@@ -133,7 +151,7 @@ class Traffic:
                 self.check()
                 self._check_deadline(flow, deadline)
                 with self.lock:
-                    oldest = flow.pending[0][0] if flow.pending else None
+                    oldest = flow.pending[0].works[0] if flow.pending and flow.pending[0].works else None
                 if oldest is not None and not self._settled(oldest, _SLICE):
                     self._watch(flow, began)
         except BaseException as error:
@@ -141,8 +159,8 @@ class Traffic:
             raise
         return True
 
-    def has_room(self, flow: Flow, *, nbytes: int, pieces: int, deadline: Deadline) -> bool:
-        """Wait until fewer bytes and pieces than these are under way; False if the peer failed first.
+    def has_room(self, flow: Flow, *, nbytes: int, parcels: int, deadline: Deadline) -> bool:
+        """Wait until fewer bytes and parcels than these are under way; False if the peer failed first.
 
         Raises:
             BaseException: As `reached`.
@@ -152,7 +170,7 @@ class Traffic:
         except BaseException as error:
             self._note(error)
             raise
-        while flow.pending_bytes >= nbytes or len(flow.pending) >= pieces:
+        while flow.pending_bytes >= nbytes or len(flow.pending) >= parcels:
             if not self.reached(flow, flow.moved + 1, deadline):
                 return False
         self.advance(flow)
@@ -181,7 +199,7 @@ class Traffic:
     def _names(self, flow: Flow) -> str:
         return " or ".join(self._labels[peer] for peer in flow.peers)
 
-    def stop(self, error: WeightwireError) -> list[tuple[Any, Tensor, object]]:
+    def stop(self, error: WeightwireError) -> list[Parcel]:
         """End all waits with `error`, unless something ended them before; returns what is under way."""
         with self.lock:
             self.error = self.error or error

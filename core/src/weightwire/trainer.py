@@ -35,12 +35,13 @@ from weightwire.errors import (
     describe,
 )
 from weightwire.fleet import Fleet, listening_socket, senders_of, shared_secret, trainer_count, worker_count
-from weightwire.layout import ParamMeta, check_metadata, metadata_digest
+from weightwire.layout import ParamMeta, check_metadata, metadata_digest, total_bytes
 from weightwire.messages import TrainerInitInfo
 from weightwire.rendezvous import Rendezvous
 from weightwire.report import ProgressCallback, TransferReport
 from weightwire.session import Revision
-from weightwire.source import WeightSource, checked
+from weightwire.source import WeightSource
+from weightwire.source_check import agree, checked
 from weightwire.trainer_round import TrainerRound
 
 _RETRY_SECONDS = 0.05
@@ -56,6 +57,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         fleet: Who takes part, once a link is open.
         rendezvous: The link, while there is one.
         metadata: Every parameter, as the source declares it.
+        total_bytes: Size of all parameters.
         next_revision: The revision that the next commit makes.
         acknowledged: The revision the workers are known to be on.
         trainer_id: Random; tells the workers this trainer from another.
@@ -85,6 +87,9 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self.rendezvous: Rendezvous | None = None
         self.metadata: tuple[ParamMeta, ...] = ()
         self.metadata_digest = ""
+        self.total_bytes = 0
+        self._owned: list[tuple[int, ParamMeta]] = []
+        self._looked: list[torch.Tensor] | None = None
         self._listener: socket.socket | None = None
         self._secret = b""
         self._trainers = 1
@@ -129,7 +134,8 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
     def transmit(self, number: int, deadline: Deadline) -> int:
         """Send this rank's part of round `number`; returns the tensor bytes sent.
 
-        Every rank iterates `self.pairs()` to its end, also one that sends nothing, so that gathers line up.
+        Every rank iterates `self.pairs()` or `self.batches()` to its end, also one that sends nothing, so that gathers
+        line up. Tensors may be parameters; gradients are not recorded here.
         """
 
     def disconnect(self, *, error: BaseException | None = None) -> None:
@@ -187,6 +193,8 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self.metadata = tuple(source.metadata)
         check_metadata(self.metadata)
         self.metadata_digest = metadata_digest(self.metadata)
+        self.total_bytes = total_bytes(self.metadata)
+        self._owned = [(index, meta) for index, meta in enumerate(self.metadata) if meta.owned_by(self.rank)]
         self._trainers = trainer_count(info)
         self._senders = senders_of(self.metadata, trainers=self._trainers)
         self._secret = shared_secret(info, trainers=self._trainers)
@@ -328,6 +336,13 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
 
     # A round
 
+    def look(self) -> None:
+        """Look at all that is there anyway, for `batches`."""
+        assert self.source is not None
+        resident = self.source.resident()
+        owned = [meta for _, meta in self._owned]
+        self._looked = resident[1] if resident is not None and agree(*resident, owned) else None
+
     def pairs(self) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
         """This rank's parameters in metadata order, each checked against its metadata before it is yielded.
 
@@ -335,10 +350,24 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
             SourceMismatch: The source yields something other than it declares.
         """
         assert self.source is not None
-        owned = [meta for meta in self.metadata if meta.owned_by(self.rank)]
+        owned = [meta for _, meta in self._owned]
         if self.consumes == "full":
             return checked(self.source.iter_full(), owned)
         return checked(self.source.iter_local(), owned, local_rank=self.rank)
+
+    def batches(self) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+        """Places in the metadata, and what `pairs` yields for them: all if it is there anyway, else one by one.
+
+        Raises:
+            SourceMismatch: As `pairs`.
+        """
+        looked, self._looked = self._looked, None
+        places = [place for place, _ in self._owned]
+        if looked is not None:
+            yield places, looked
+            return
+        for place, (_, tensor) in zip(places, self.pairs(), strict=True):
+            yield [place], [tensor]
 
     def send_weights(
         self,

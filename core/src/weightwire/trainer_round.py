@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from weightwire import faults
 from weightwire.control_call import ControlCall
 from weightwire.deadline import Deadline
@@ -53,6 +55,11 @@ class TrainerRound:
         self.refused = False
         """Whether the round ended with a refusal that every rank heard of, so that the link stays."""
 
+    @property
+    def _scope(self) -> str:
+        """`"partial"` where the source says that it is only some of the model's parameters."""
+        return getattr(self._engine.source, "scope", "full")
+
     def run(self, *, reinitialised: bool) -> TransferReport:
         """Go through the round.
 
@@ -62,14 +69,16 @@ class TrainerRound:
         engine, number = self._engine, self._number
         with self._timed("begin"):
             self._tell("begin")
+            engine.look()
             self._beside(self._start_and_update, "update_weights")
-            agree = {"metadata": engine.metadata_digest, "scope": "full"}
+            agree = {"metadata": engine.metadata_digest, "scope": self._scope}
             self._decide(self._rendezvous.exchange(f"begin-{number}", deadline=self._deadline, agree=agree))
         self.begun = True
         faults.reach("trainer.begin")
         self._rendezvous.note_phase(f"transfer-{number}")
         with self._timed("transfer"):
-            sent = engine.transmit(number, self._deadline)
+            with torch.no_grad():
+                sent = engine.transmit(number, self._deadline)
             self._result()
         faults.reach("trainer.sent")
         with self._timed("finish"):
@@ -92,6 +101,7 @@ class TrainerRound:
             "round": self._number,
             "trainer": engine.trainer_id,
             "revision": self._engine.next_revision.to_json(),
+            "scope": self._scope,
         }
         engine.control.start(self._deadline)
         engine.control.update(update, self._deadline)
@@ -137,13 +147,14 @@ class TrainerRound:
                 )
             )
         previous = engine.acknowledged
+        outcomes = getattr(engine.client, "outcomes", None)
         return TransferReport(
             transport=engine.backend,
             path=engine.path,
             round=self._number,
-            scope="full",
+            scope=self._scope,
             parameters=len(engine.metadata),
-            bytes=sum(meta.nbytes for meta in engine.metadata),
+            bytes=engine.total_bytes,
             seconds=self._seconds,
             label=self._label,
             revision=done.payloads[0]["revision"],
@@ -151,6 +162,7 @@ class TrainerRound:
             ranks=tuple(ranks),
             reinitialised=reinitialised,
             verified=engine.init_info.checksum,
+            servers=tuple(outcomes()) if callable(outcomes) else (),
         )
 
     def _tell(self, phase: str) -> None:

@@ -1,15 +1,18 @@
-"""The two backends under a communicator. To both, a piece is an operation that is started and ends some time later.
+"""The two backends under a communicator. To both, a parcel is started and ends some time later.
 
-gloo (CPU): one group of two ranks for each pair of a sender and a receiver, and a piece is a broadcast in it. That
-is as fast as gloo's send and recv (measured), numbers the pieces by itself, keeps the failure of one peer from the
-others, and its operations, unlike send and recv, can be waited for in slices without harm.
+gloo (CPU): one group of two ranks for each pair of a sender and a receiver, so that the failure of one peer is kept
+from the others. The pieces of a parcel are sends and receives, which cost the least; but these cannot be waited for
+in slices (a `wait` that runs out of time closes the connection) and do not tell whether they have ended. So a
+broadcast of one byte follows them as a mark, whose `wait` does no harm: what one pair of ranks starts in the same
+order on both sides gloo puts on their connection in that order, so when the mark has moved, so has all before it.
 
-NCCL (CUDA): one group; a piece is one coalesced batch of sends, which the group's own communicator carries.
+NCCL (CUDA): one group; a parcel is one coalesced batch of sends, which the group's own communicator carries.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -22,27 +25,28 @@ from weightwire import reaper
 from weightwire.deadline import Deadline
 from weightwire.errors import TransferError, WeightwireError
 from weightwire.liveness import GAVE_UP, Liveness
-from weightwire.traffic import explain
+from weightwire.traffic import Parcel, explain
 
 _CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.0002
 _STORE_SECONDS = 0.002
 _THREADS = 32
+_MARK_THREADS = 2
 
 _c10d: Any = distributed  # its stubs leave out what groups are built from
 
 
 class Wire(Protocol):
-    """A connected _c10d."""
+    """Connections to the other ranks."""
 
-    def send(self, piece: Tensor, to: Sequence[int], timeout: float) -> Sequence[Any]:
-        """Start sending `piece`; returns one operation for each destination, in order.
+    def send(self, pieces: Sequence[Tensor], to: Sequence[int], timeout: float) -> Sequence[Parcel]:
+        """Start sending `pieces`; returns one parcel for each destination, in order.
 
         Where one operation serves all destinations, `to` is any one of them.
         """
 
-    def receive(self, piece: Tensor, sources: Sequence[int], timeout: float) -> Sequence[Any]:
-        """Start receiving `piece` from the only source; returns the only operation."""
+    def receive(self, pieces: Sequence[Tensor], sources: Sequence[int], timeout: float) -> Sequence[Parcel]:
+        """Start receiving `pieces` from the only source; returns the only parcel."""
 
     def settled(self, work: Any, seconds: float) -> bool:
         """Wait up to `seconds` for an operation to end, well or not; returns whether it has."""
@@ -92,7 +96,8 @@ def connect(
             return NCCLWire(store, rank=rank, size=len(labels), collective=collective, device=device, timeout=timeout)
         # Every rank builds its groups in one total order, so that no two ranks wait for each other.
         groups = [members for members in _members(sorted(routes), collective) if rank in members]
-        wire = GlooWire(rank, hostname, threads=max(2, min(4 * window, _THREADS // max(1, len(groups)))))
+        threads = max(2, min(4 * window, _THREADS // max(1, len(groups)))) if collective else _MARK_THREADS
+        wire = GlooWire(rank, hostname, collective=collective, threads=threads)
         try:
             for members in groups:
                 others = [peer for peer in members if peer != rank]
@@ -158,15 +163,17 @@ class GlooWire:
     Args:
         rank: This process.
         hostname: Address to bind to.
-        threads: Operations of one group that are under way at a time; the others queue. With one, the connection
-            idles between pieces; pieces of a few MiB need more than two to fill it (measured).
+        collective: Send every piece by a broadcast to all receivers.
+        threads: Collectives of one group that are under way at a time; the others queue. Broadcasts of pieces of a
+            few MiB need more than two to fill a connection (measured).
 
     Raises:
         TransferError: `hostname` cannot be bound to.
     """
 
-    def __init__(self, rank: int, hostname: str, *, threads: int) -> None:
+    def __init__(self, rank: int, hostname: str, *, collective: bool, threads: int) -> None:
         self.rank = rank
+        self._collective = collective
         self._threads = threads
         self._timeout = -1.0
         self._options: Any = None
@@ -195,14 +202,29 @@ class GlooWire:
         self._stores.append(store)
         self._by_route |= {(members[0], to): group for to in members[1:]}
 
-    def send(self, piece: Tensor, to: Sequence[int], timeout: float) -> Sequence[Any]:
-        """A broadcast in the group of each destination."""
-        return [self._broadcast(self._by_route[self.rank, peer], piece, timeout) for peer in to]
+    def send(self, pieces: Sequence[Tensor], to: Sequence[int], timeout: float) -> Sequence[Parcel]:
+        """Sends and a mark in the group of each destination; broadcasts in one group."""
+        return [self._start((self.rank, peer), pieces, timeout) for peer in to]
 
-    def receive(self, piece: Tensor, sources: Sequence[int], timeout: float) -> Sequence[Any]:
-        """A broadcast in the source's group."""
-        (source,) = sources
-        return [self._broadcast(self._by_route[source, self.rank], piece, timeout)]
+    def receive(self, pieces: Sequence[Tensor], sources: Sequence[int], timeout: float) -> Sequence[Parcel]:
+        """Receives and a mark, or broadcasts, in the source's group."""
+        return [self._start((source, self.rank), pieces, timeout) for source in sources]
+
+    def _start(self, route: tuple[int, int], pieces: Sequence[Tensor], timeout: float) -> Parcel:
+        group = self._by_route[route]
+        parcel = _parcel([], pieces)
+        try:
+            if self._collective:
+                parcel.works.extend(self._broadcast(group, piece, timeout) for piece in pieces)
+            else:
+                start, peer = (group.send, 1) if route[0] == self.rank else (group.recv, 0)
+                for piece in pieces:
+                    parcel.keep.append(start([piece], peer, 0))
+                mark = torch.empty(1, dtype=torch.uint8)
+                parcel.works.append(self._broadcast(group, mark, timeout))
+        except RuntimeError as error:  # the connection is known to be broken
+            parcel.works.append(_Refused(error))
+        return parcel
 
     def settled(self, work: Any, seconds: float) -> bool:
         """See `weightwire.reaper.settled`."""
@@ -225,6 +247,19 @@ class GlooWire:
             self._options.rootRank = 0
             self._options.timeout = timedelta(seconds=timeout)
         return group.broadcast([piece], self._options)
+
+
+class _Refused:
+    """An operation that could not be started."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        raise self._error
 
 
 class NCCLWire:
@@ -252,23 +287,26 @@ class NCCLWire:
         # The communicator must stand before the first batch, in which not every rank takes part.
         self._group.eager_connect_single_device(device)
 
-    def send(self, piece: Tensor, to: Sequence[int], timeout: float) -> Sequence[Any]:
-        """One coalesced batch of sends, or a broadcast."""
+    def send(self, pieces: Sequence[Tensor], to: Sequence[int], timeout: float) -> Sequence[Parcel]:
+        """One coalesced batch of sends, or broadcasts."""
         if self._collective:
-            return [self._broadcast(piece, self.rank)]
+            return [self._broadcasts(pieces, self.rank)]
         self._group._start_coalescing()
         for peer in to:
-            self._group.send([piece], peer, 0)
-        return [self._group._end_coalescing()] * len(to)
+            for piece in pieces:
+                self._group.send([piece], peer, 0)
+        work = self._group._end_coalescing()
+        return [_parcel([work], pieces) for _ in to]
 
-    def receive(self, piece: Tensor, sources: Sequence[int], timeout: float) -> Sequence[Any]:
+    def receive(self, pieces: Sequence[Tensor], sources: Sequence[int], timeout: float) -> Sequence[Parcel]:
         """The counterpart of `send`."""
         (source,) = sources
         if self._collective:
-            return [self._broadcast(piece, source)]
+            return [self._broadcasts(pieces, source)]
         self._group._start_coalescing()
-        self._group.recv([piece], source, 0)
-        return [self._group._end_coalescing()]
+        for piece in pieces:
+            self._group.recv([piece], source, 0)
+        return [_parcel([self._group._end_coalescing()], pieces)]
 
     def settled(self, work: Any, seconds: float) -> bool:
         """Ask CUDA, now and then."""
@@ -290,7 +328,11 @@ class NCCLWire:
         while self._released:
             self._released.pop().abort()
 
-    def _broadcast(self, piece: Tensor, source: int) -> Any:
+    def _broadcasts(self, pieces: Sequence[Tensor], source: int) -> Parcel:
         options = _c10d.BroadcastOptions()
         options.rootRank = source
-        return self._group.broadcast([piece], options)
+        return _parcel([self._group.broadcast([piece], options) for piece in pieces], pieces)
+
+
+def _parcel(works: Sequence[Any], pieces: Sequence[Tensor]) -> Parcel:
+    return Parcel(deque(works), sum(piece.numel() for piece in pieces), [])

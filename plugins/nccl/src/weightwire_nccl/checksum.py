@@ -20,13 +20,16 @@ class ChunkChecksums:
         self._enabled = enabled
         self.values: dict[str, int] = {}
 
-    def add(self, place: int, buffer: torch.Tensor) -> None:
-        """Note the checksum of chunk `place`; `buffer` is 1-D uint8."""
-        if self._enabled:
-            data = buffer.cpu()
+    def add(self, place: int, buffers: Sequence[torch.Tensor]) -> None:
+        """Note the checksum of chunk `place`; `buffers` are 1-D uint8."""
+        if not self._enabled:
+            return
+        value = 0
+        for data in (buffer.cpu() for buffer in buffers):
             # The bytes where they are; a detour over numpy would make it a requirement.
             view = (ctypes.c_char * data.numel()).from_address(data.data_ptr()) if data.numel() else b""
-            self.values[str(place)] = zlib.crc32(view)
+            value = zlib.crc32(view, value)
+        self.values[str(place)] = value
 
     def compare(self, sent: dict[str, int], chunks: Sequence[Chunk], metadata: Sequence[ParamMeta]) -> None:
         """Compare with what a sender noted.

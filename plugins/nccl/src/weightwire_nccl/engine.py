@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,7 +15,7 @@ from weightwire.errors import Unsupported
 from weightwire.fleet import Fleet
 from weightwire.layout import ParamMeta
 from weightwire.link import Link
-from weightwire.packing import BufferRing, Chunk, Slot, chunk_views, plan_chunks, plan_digest
+from weightwire.packing import BufferRing, Chunk, Slot, plan_chunks, plan_digest, unpack_chunk
 from weightwire.source import as_bytes
 from weightwire_nccl.checksum import ChunkChecksums
 from weightwire_nccl.messages import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
@@ -27,9 +27,9 @@ class _Arriving:
 
     place: int
     handle: Handle
-    buffer: torch.Tensor
+    buffers: list[torch.Tensor]
     slot: Slot | None = None
-    tensor: torch.Tensor | None = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
 
 
 class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo]):
@@ -153,45 +153,58 @@ class _Reception:
 
     def _post(self, place: int, chunk: Chunk) -> None:
         source = self._link.info.senders.index(chunk.sender)
-        slot = tensor = None
+        slot, tensors = None, []
         if chunk.packed:
             while (slot := self._ring.try_acquire()) is None:
                 self._take()
-            buffer = slot.buffer[: chunk.nbytes]
+            buffers = [slot.buffer[: chunk.nbytes]]
         else:
-            tensor = self._landing(self._metadata[chunk.items[0].index])
-            buffer = as_bytes(tensor)
-        handle = self._communicator.receive(buffer, source, deadline=self._deadline)
-        self._arriving.append(_Arriving(place, handle, buffer, slot, tensor))
+            tensors = self._landings([self._metadata[item.index] for item in chunk.items])
+            buffers = [as_bytes(tensor) for tensor in tensors]
+        handle = self._communicator.receive(buffers, source, deadline=self._deadline)
+        self._arriving.append(_Arriving(place, handle, buffers, slot, tensors))
 
-    def _landing(self, meta: ParamMeta) -> torch.Tensor:
-        """Where a large parameter lands: its target, or memory of its own for a sink that has none for it."""
-        target = self._targets.get(meta.name)
-        if target is not None:
-            return target
+    def _landings(self, metas: Sequence[ParamMeta]) -> list[torch.Tensor]:
+        """Where large parameters land: their targets, or memory of their own for a sink that has none for them."""
+        loose = self._loose(metas)
         # At most one ring's worth of such memory is on its way at a time.
-        while self._arriving and self._loose_bytes + meta.nbytes > self._ring_bytes:
+        while self._arriving and loose and self._loose_bytes + loose > self._ring_bytes:
             self._take()
-        self._loose_bytes += meta.nbytes
-        return torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+        self._loose_bytes += loose
+        return [
+            target
+            if (target := self._targets.get(meta.name)) is not None
+            else torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+            for meta in metas
+        ]
+
+    def _loose(self, metas: Sequence[ParamMeta]) -> int:
+        return sum(meta.nbytes for meta in metas if meta.name not in self._targets)
 
     def _take(self) -> None:
         """Wait for the oldest chunk and hand it to the sink."""
         arrived = self._arriving.popleft()
         arrived.handle.wait(self._deadline)
-        self._checksums.add(arrived.place, arrived.buffer)
+        self._checksums.add(arrived.place, arrived.buffers)
         chunk = self._chunks[arrived.place]
         if arrived.slot is not None:
-            self._sink.load(chunk_views(arrived.buffer, chunk, self._metadata))
+            copied, views = unpack_chunk(arrived.buffers[0], chunk, self._metadata, self._targets)
+            if copied:
+                self._sink.received(copied)
+            self._sink.load(views)
             arrived.slot.release()
             return
-        meta = self._metadata[chunk.items[0].index]
-        if meta.name in self._targets:
-            self._sink.received([meta.name])
-            return
-        assert arrived.tensor is not None
-        self._sink.load([(meta.name, arrived.tensor)])
-        self._loose_bytes -= meta.nbytes
+        metas = [self._metadata[item.index] for item in chunk.items]
+        if direct := [meta.name for meta in metas if meta.name in self._targets]:
+            self._sink.received(direct)
+        loose = [
+            (meta.name, tensor)
+            for meta, tensor in zip(metas, arrived.tensors, strict=True)
+            if meta.name not in self._targets
+        ]
+        if loose:
+            self._sink.load(loose)
+            self._loose_bytes -= self._loose(metas)
 
     def _compare(self, number: int | None) -> None:
         payloads = self._link.gather(f"checksum-{number}", self._deadline)

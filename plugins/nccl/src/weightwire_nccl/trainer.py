@@ -1,21 +1,19 @@
 """The trainer's side: every parameter goes from its first owner to all workers.
 
-What is small is copied into a ring of reusable buffers and travels packed, since a message costs about 0.2 ms; what is
-large travels from its own storage in pieces, several in flight. Memory beyond the model is the ring.
+What is small is copied into a ring of reusable buffers and travels packed; what is large travels from its own storage
+in pieces, several in flight. Memory beyond the model is the ring.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
-from weightwire.layout import ParamMeta
-from weightwire.packing import BufferRing, Chunk, Slot, fill_chunk, plan_chunks, plan_digest
+from weightwire.packing import BufferRing, Chunk, fill_chunk, plan_chunks, plan_digest
 from weightwire.report import ProgressEvent
 from weightwire.source import as_bytes
 from weightwire.trainer import TrainerWeightTransferEngine
@@ -117,15 +115,6 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
             communicator.close(Deadline(5.0, what="the group to close"))
 
 
-@dataclass(slots=True)
-class _Ready:
-    """A chunk that is complete: its bytes, and what has to live, or to be given back, once they have moved."""
-
-    data: torch.Tensor
-    keep: object = None
-    slot: Slot | None = None
-
-
 class _Sending:
     """One walk over this rank's parameters."""
 
@@ -133,65 +122,49 @@ class _Sending:
         self._engine = engine
         self._deadline = deadline
         self._to = list(engine.fleet.receivers)
-        self._mine = {
-            item.index: (place, chunk, item)
-            for place, chunk in enumerate(engine._plan())
-            if chunk.sender == engine.rank
-            for item in chunk.items
-        }
-        self._total = sum(item.nbytes for _, _, item in self._mine.values())
-        self._due = deque(sorted({place for place, _, _ in self._mine.values()}))
-        self._filling: dict[int, dict[int, torch.Tensor]] = {}
-        self._ready: dict[int, _Ready] = {}
+        self._due = deque((place, chunk) for place, chunk in enumerate(engine._plan()) if chunk.sender == engine.rank)
+        self._mine = {item.index for _, chunk in self._due for item in chunk.items}
+        self._here: dict[int, torch.Tensor] = {}
+        self._total = sum(item.nbytes for _, chunk in self._due for item in chunk.items)
         self.sent = 0
         self.checksums = ChunkChecksums(enabled=engine.init_info.checksum)
 
     def run(self) -> None:
         engine = self._engine
-        places = {meta.name: index for index, meta in enumerate(engine.metadata)}
         if engine._communicator is not None:
             engine._communicator.begin_round()
-        for done, (meta, tensor) in enumerate(engine.pairs()):
-            index = places[meta.name]
-            if index in self._mine:
-                self._take(index, tensor)
-            if engine.on_progress is not None:
-                engine.on_progress(self._progress(meta, done + 1))
+        for places, tensors in engine.batches():
+            self._here |= {place: one for place, one in zip(places, tensors, strict=True) if place in self._mine}
+            # Chunks go in the order of the plan, which is that of their last parameters.
+            while self._due and self._due[0][1].items[-1].index <= places[-1]:
+                self._send(*self._due.popleft())
         assert not self._due, "every chunk of the plan is complete when the source ends"
         if engine._communicator is not None:
             engine._communicator.flush(self._deadline)
 
-    def _take(self, index: int, tensor: torch.Tensor) -> None:
-        """Add a parameter to its chunk, and send what is due: chunks go in the order of the plan."""
-        place, chunk, item = self._mine[index]
-        self.sent += item.nbytes
+    def _send(self, place: int, chunk: Chunk) -> None:
+        engine, slot = self._engine, None
+        assert engine._communicator is not None
+        assert engine._ring is not None
+        parts = {item.index: self._here.pop(item.index) for item in chunk.items}
         if chunk.packed:
-            parts = self._filling.setdefault(place, {})
-            parts[index] = tensor
-            if item is not chunk.items[-1]:
-                return
-            assert self._engine._ring is not None
-            slot = self._engine._ring.acquire(self._deadline)
-            self._ready[place] = _Ready(fill_chunk(slot.buffer, chunk, self._filling.pop(place)), slot=slot)
+            slot = engine._ring.acquire(self._deadline)
+            buffers = [fill_chunk(slot.buffer, chunk, parts)]
         else:
-            self._ready[place] = _Ready(as_bytes(tensor), keep=tensor)
-        while self._due and self._due[0] in self._ready:
-            place = self._due.popleft()
-            self._hand_over(place, self._ready.pop(place))
+            buffers = [as_bytes(part) for part in parts.values()]
+        self.checksums.add(place, buffers)
+        handle = engine._communicator.send(buffers, self._to, deadline=self._deadline)
+        if slot is not None:
+            slot.release(after=handle)
+        self.sent += sum(item.nbytes for item in chunk.items)
+        if engine.on_progress is not None:
+            engine.on_progress(self._progress(chunk.items[-1].index))
 
-    def _hand_over(self, place: int, ready: _Ready) -> None:
-        communicator = self._engine._communicator
-        assert communicator is not None
-        self.checksums.add(place, ready.data)
-        handle = communicator.send(ready.data, self._to, deadline=self._deadline, keep=ready.keep)
-        if ready.slot is not None:
-            ready.slot.release(after=handle)
-
-    def _progress(self, meta: ParamMeta, done: int) -> ProgressEvent:
+    def _progress(self, index: int) -> ProgressEvent:
         return ProgressEvent(
             phase="transfer",
-            parameter=meta.name,
-            parameters_done=done,
+            parameter=self._engine.metadata[index].name,
+            parameters_done=index + 1,
             parameters=len(self._engine.metadata),
             bytes_done=self.sent,
             bytes=self._total,
