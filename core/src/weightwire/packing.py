@@ -201,13 +201,19 @@ def unpack_chunk(
 def _spans(targets: Sequence[Tensor | None], nbytes: int) -> list[Tensor] | None:
     """The memory of targets of `nbytes` each in as few parts as it lies in, while they live; None if in many."""
     first = targets[0]
-    if not nbytes or first is None or first.device.type != "cpu" or first.nbytes != nbytes:
+    if (
+        len(targets) < _SPAN_TARGETS
+        or not nbytes
+        or first is None
+        or first.device.type != "cpu"
+        or first.nbytes != nbytes
+    ):
         return None
     places = [one.data_ptr() for one in targets if one is not None]
     if len(places) < len(targets):
         return None
     starts = [0, *(n for n in range(1, len(places)) if places[n] != places[n - 1] + nbytes), len(places)]
-    if len(starts) > 1 + max(1, len(places) // _SPAN_TARGETS):
+    if len(starts) > 1 + len(places) // _SPAN_TARGETS:
         return None
     memory = [
         (ctypes.c_uint8 * (nbytes * (end - at))).from_address(places[at]) for at, end in itertools.pairwise(starts)

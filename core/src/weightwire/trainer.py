@@ -11,7 +11,6 @@ All trainer ranks call `trainer_init` and `send_weights`; rank 0 drives the cont
 from __future__ import annotations
 
 import secrets
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,18 +23,17 @@ from weightwire.clients.protocol import ControlPlane, PauseMode, VLLMWeightSyncC
 from weightwire.control_call import ControlCall
 from weightwire.deadline import Deadline
 from weightwire.errors import (
-    DeadlineExceeded,
     HandshakeError,
     MetadataError,
     NotInitialised,
-    PeerLost,
     TransferError,
     Unsupported,
     WeightwireError,
     describe,
 )
-from weightwire.fleet import Fleet, listening_socket, senders_of, shared_secret, trainer_count, worker_count
+from weightwire.fleet import Fleet
 from weightwire.layout import ParamMeta, check_metadata, metadata_digest, total_bytes
+from weightwire.membership import Membership
 from weightwire.messages import TrainerInitInfo
 from weightwire.rendezvous import Rendezvous
 from weightwire.report import ProgressCallback, TransferReport
@@ -43,8 +41,6 @@ from weightwire.session import Revision
 from weightwire.source import WeightSource
 from weightwire.source_check import agree, checked
 from weightwire.trainer_round import TrainerRound
-
-_RETRY_SECONDS = 0.05
 
 TTrainerInitInfo = TypeVar("TTrainerInitInfo", bound=TrainerInitInfo)
 
@@ -90,12 +86,8 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self.total_bytes = 0
         self._owned: list[tuple[int, ParamMeta]] = []
         self._looked: list[torch.Tensor] | None = None
-        self._listener: socket.socket | None = None
-        self._secret = b""
-        self._trainers = 1
-        self._senders: tuple[int, ...] = (0,)
+        self._members: Membership
         self.trainer_id = secrets.token_hex(16)
-        self._epoch = -1
         self._round = 0
         self.next_revision = Revision(secrets.token_hex(16), 1)
         self.acknowledged: Revision | None = None
@@ -176,7 +168,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         try:
             engine._open(Deadline(init_info.timeout, what="trainer_init"))
         except BaseException:
-            engine._close_listener()
+            engine._members.close()
             raise
         return engine
 
@@ -195,25 +187,13 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self.metadata_digest = metadata_digest(self.metadata)
         self.total_bytes = total_bytes(self.metadata)
         self._owned = [(index, meta) for index, meta in enumerate(self.metadata) if meta.owned_by(self.rank)]
-        self._trainers = trainer_count(info)
-        self._senders = senders_of(self.metadata, trainers=self._trainers)
-        self._secret = shared_secret(info, trainers=self._trainers)
-        mesh_ranks = getattr(source, "mesh_ranks", None)
-        beyond = sorted(rank for rank in (mesh_ranks() if callable(mesh_ranks) else ()) if rank >= self._trainers)
-        if beyond:
-            raise MetadataError(
-                f"the source's device mesh names rank {beyond[0]}, and there are {self._trainers} trainer ranks: "
-                "the default process group's ranks must be the trainer ranks"
-            )
-        if self.is_sender:
-            self._listener = listening_socket(info, trainers=self._trainers)
+        self._members = Membership(info, source, self.metadata)
 
     def _open(self, deadline: Deadline) -> None:
-        self._epoch += 1
         self._round = 0
         call: ControlCall | None = None
         try:
-            self.rendezvous = self._join(deadline)
+            self.rendezvous, self.fleet = self._members.join(self.control, deadline)
             with self.rendezvous.watch(deadline):
                 if self.is_sender:
                     payload = {**self.worker_init_info(), "weightwire": self._link_info()}
@@ -234,63 +214,18 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
             self._take_down(error)
             raise
 
-    def _join(self, deadline: Deadline) -> Rendezvous:
-        info = self.init_info
-        if self.is_sender:
-            assert self._listener is not None
-            workers = worker_count(info, len(self._senders), self.control.world_size())
-            self.fleet = Fleet(self._trainers, self._senders, workers)
-            return Rendezvous.host(
-                address=info.master_address,
-                listen_socket=self._listener.dup(),
-                trainers=self._trainers,
-                workers=workers,
-                secret=self._secret,
-                epoch=self._epoch,
-                peer_timeout=info.peer_timeout,
-            )
-        rendezvous = self._join_rank_zero(deadline)
-        self.fleet = Fleet(self._trainers, self._senders, rendezvous.workers)
-        return rendezvous
-
-    def _join_rank_zero(self, deadline: Deadline) -> Rendezvous:
-        """Join the link that rank 0 hosts, or will host: trainer ranks come up in any order."""
-        info = self.init_info
-        while True:
-            try:
-                return Rendezvous.join(
-                    address=info.master_address,
-                    port=info.master_port,
-                    rank=self.rank,
-                    secret=self._secret,
-                    epoch=self._epoch,
-                    deadline=deadline,
-                )
-            except PeerLost as lost:
-                try:
-                    deadline.sleep(_RETRY_SECONDS)
-                except DeadlineExceeded:
-                    raise lost from None
-
     def _link_info(self) -> dict[str, Any]:
-        assert self._listener is not None
-        info = self.init_info
         return {
             "api": list(API_VERSION),
             "wire": self.wire_version,
             "backend": self.backend,
             "trainer": self.trainer_id,
-            "epoch": self._epoch,
-            "secret": self._secret.hex(),
-            "address": info.master_address,
-            "port": self._listener.getsockname()[1],
-            "senders": list(self._senders),
-            "trainers": self._trainers,
+            **self._members.address(),
             "workers": self.fleet.workers,
             "metadata": [meta.to_json() for meta in self.metadata],
             # A link opened again is this trainer's own: nobody is taken over.
-            "takeover": info.takeover,
-            "checksum": info.checksum,
+            "takeover": self.init_info.takeover,
+            "checksum": self.init_info.checksum,
             "options": self.link_options(),
         }
 
@@ -299,12 +234,17 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
             "backend": self.backend,
             "wire": self.wire_version,
             "metadata": self.metadata_digest,
-            "senders": list(self._senders),
+            "senders": list(self._members.senders),
         }
 
     def _agree(self, phase: str, deadline: Deadline, agree: dict[str, Any]) -> None:
         assert self.rendezvous is not None
         self.rendezvous.exchange(phase, deadline=deadline, agree=agree).raise_failed()
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present link among this engine's links."""
+        return self._members.epoch
 
     @property
     def linked(self) -> bool:
@@ -321,18 +261,13 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         if rendezvous is not None:
             rendezvous.close()
 
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-
     def shutdown(self) -> None:
         """Leave the workers, who go on serving what they have; idempotent."""
         rendezvous, self.rendezvous = self.rendezvous, None
         self.disconnect(error=rendezvous.failure if rendezvous is not None else None)
         if rendezvous is not None:
             rendezvous.close()
-        self._close_listener()
+        self._members.close()
 
     # A round
 
@@ -397,7 +332,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
             raise Unsupported(f"backend {self.backend!r} sends whole weights, not patches")
         seconds = self.init_info.timeout if timeout is None else timeout
         deadline = Deadline(seconds, what="send_weights")
-        if self._listener is None and self.is_sender:
+        if self._members.closed:
             raise TransferError("send_weights after shutdown: make a new engine with trainer_init")
         with self._paused(pause, deadline):
             opened = not self.linked

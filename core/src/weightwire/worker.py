@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from weightwire.connection import Connection, parse_link
 from weightwire.deadline import Deadline
 from weightwire.engine import WeightTransferEngine
 from weightwire.errors import (
     DeadlineExceeded,
-    HandshakeError,
     OrderError,
     Superseded,
     TransferAborted,
@@ -26,38 +24,13 @@ from weightwire.errors import (
     WeightsTorn,
 )
 from weightwire.gate import Gate, Hold, PauseMode
-from weightwire.messages import LinkInfo, ParallelConfig, WeightTransferConfig
-from weightwire.registry import WeightTransferEngineFactory
+from weightwire.messages import ParallelConfig
 from weightwire.round import CommitPolicy, Round
 from weightwire.session import Revision, UpdateSession
-from weightwire.sink import WeightSink, as_sink
+from weightwire.sink import as_sink
+from weightwire.target import Target
 
 ABORT_SECONDS = 10.0
-DEFAULT_LABEL = "default"
-
-
-class _Target:
-    """A model that updates go to, with what is known of its weights."""
-
-    def __init__(self, model: Any, sink: WeightSink) -> None:
-        self.model = model
-        self.sink = sink
-        self.revision = Revision.fresh()
-        self.label = DEFAULT_LABEL
-        self.zeroed = False
-
-    @property
-    def torn(self) -> bool:
-        """Whether only a full update makes the weights fit to read."""
-        return self.zeroed or self.sink.torn
-
-
-class _VllmConfig:
-    """Stands in for the host's configuration where there is none."""
-
-    def __init__(self, parallel_config: Any) -> None:
-        self.parallel_config = parallel_config
-        self.model_config = None
 
 
 class Worker:
@@ -90,17 +63,14 @@ class Worker:
         draft_model: Any = None,
     ) -> None:
         options: dict[str, Any] = {"staging": staging, "strict": strict, "cast": cast, "commit": commit}
-        self._main = _Target(model, as_sink(model, **options))
-        self._draft = None if draft_model is None else _Target(draft_model, as_sink(draft_model, **options))
+        self._main = Target(model, as_sink(model, **options))
+        self._draft = None if draft_model is None else Target(draft_model, as_sink(draft_model, **options))
         self._target = self._main
-        self._backend = backend
         self._commit_policy = commit_policy
         self.parallel_config = parallel_config or ParallelConfig()
         self.gate = Gate()
         self.session = UpdateSession(lambda: self.linked)
-        self._engine: WeightTransferEngine[Any, Any] | None = None
-        self._connected = False
-        self._link_info: LinkInfo | None = None
+        self._connection = Connection(model, backend=backend, parallel_config=self.parallel_config)
         self._round: Round | None = None
         self._update_state()
 
@@ -109,12 +79,7 @@ class Worker:
     @property
     def linked(self) -> bool:
         """Whether a trainer is connected."""
-        if not self._connected or self._engine is None:
-            return False
-        if self._link_info is None:
-            return True
-        link = self._engine.link
-        return link is not None and link.alive
+        return self._connection.linked
 
     @property
     def torn(self) -> bool:
@@ -152,7 +117,7 @@ class Worker:
             "weights": "torn" if self.torn else "whole",
             "link": "up" if self.linked else "down",
             "gate": f"paused({self.gate.mode})" if self.gate.paused else "open",
-            "backend": self._engine.backend if self._engine is not None else self._backend,
+            "backend": self._connection.backend,
             "rank": self.parallel_config.rank,
             "world_size": self.world_size,
         }
@@ -169,53 +134,15 @@ class Worker:
             PeerLost, DeadlineExceeded: The fleet did not come together.
         """
         deadline = deadline or Deadline(what="init_weight_transfer_engine")
-        info = self._parsed_link(init_info)
-        reason = "another trainer took over" if self._foreign(info) else "the trainer initialised again"
+        info = parse_link(init_info)
+        foreign = self._connection.foreign(info)
+        reason = "another trainer took over" if foreign else "the trainer initialised again"
         with self.session.initialising(deadline, reason=reason) as had_update:
             if had_update:
                 self._drop(Superseded(reason))
-            engine = self._engine_for(info)
-            typed = engine.parse_init_info(init_info)
-            self._connected = False
-            engine.under(deadline)
-            try:
-                engine.init_transfer_engine(typed)
-            finally:
-                engine.under(None)
-            self._link_info, self._connected = info, True
+            engine = self._connection.open(init_info, info, deadline)
         if engine.link is not None:
             engine.link.rendezvous.when_dead(self._link_ended)
-
-    def _parsed_link(self, init_info: dict[str, Any]) -> LinkInfo | None:
-        record = init_info.get("weightwire") if isinstance(init_info, dict) else None
-        return LinkInfo.parse(record, what="weightwire") if isinstance(record, dict) else None
-
-    def _foreign(self, info: LinkInfo | None) -> bool:
-        """Whether `info` comes from another trainer than the one connected; refuses it where that one is alive."""
-        held = self._link_info
-        if held is None or info is None or held.trainer == info.trainer:
-            return False
-        if self.linked and not info.takeover:
-            raise OrderError(f"trainer {held.trainer[:8]} is connected and alive: stop it first, or pass takeover=True")
-        return True
-
-    def _engine_for(self, info: LinkInfo | None) -> WeightTransferEngine[Any, Any]:
-        backend = self._backend or (info.backend if info is not None else "nccl")
-        if info is not None and self._backend not in (None, info.backend):
-            raise HandshakeError(
-                f"this worker takes weights over {self._backend!r} and the trainer sends over {info.backend!r}"
-            )
-        if self._engine is not None:
-            if self._engine.config.backend == backend:
-                return self._engine
-            self._engine.shutdown()
-        config = WeightTransferConfig(backend=backend)
-        device = _device_of(self._main.model)
-        self._engine = WeightTransferEngineFactory.create_engine(
-            config, _VllmConfig(self.parallel_config), device, self._main.model
-        )
-        self._engine.driven = True
-        return self._engine
 
     def start(self, *, update_id: str | None = None, draft: bool = False, deadline: Deadline | None = None) -> None:
         """Open an update; `deadline` is the lease after which a silent trainer loses it.
@@ -230,7 +157,6 @@ class Worker:
             if answer.known:
                 return
             engine = self._engine
-            assert engine is not None
             self._choose_target(engine, draft=draft)
             self._round = Round(
                 engine,
@@ -276,7 +202,7 @@ class Worker:
             if answer.known:
                 answer.replay()
                 return
-            assert self._engine is not None and self._round is not None
+            assert self._round is not None
             try:
                 typed = self._engine.parse_update_info(update_info)
                 self._round.receive(typed, deadline)
@@ -305,7 +231,7 @@ class Worker:
                 answer.replay()
                 return
             current, target = self._round, self._target
-            assert current is not None and self._engine is not None
+            assert current is not None
             try:
                 commit = current.settle(deadline)
             except BaseException as error:
@@ -337,9 +263,9 @@ class Worker:
             return self.session.abort(update_id, deadline, lambda: self._drop(reason, heard=True), reason=reason)
         except DeadlineExceeded:
             # The thread that works is stuck in the data plane; without it the thread comes back by itself.
-            self._connected = False
-            if self._engine is not None:
-                self._engine.failed(reason)
+            self._connection.lost()
+            if (engine := self._connection.engine) is not None:
+                engine.failed(reason)
             raise
 
     def shutdown(self, *, deadline: Deadline | None = None) -> None:
@@ -351,9 +277,7 @@ class Worker:
         self._sweep()
         deadline = deadline or Deadline(ABORT_SECONDS, what="shutdown_weight_transfer_engine")
         with self.session.exclusive("shutdown_weight_transfer_engine", deadline):
-            self._connected, self._link_info = False, None
-            if self._engine is not None:
-                self._engine.shutdown()
+            self._connection.close()
 
     # The readers' and the operator's calls
 
@@ -423,12 +347,18 @@ class Worker:
 
     # Housekeeping
 
+    @property
+    def _engine(self) -> WeightTransferEngine[Any, Any]:
+        engine = self._connection.engine
+        assert engine is not None, "an update is opened over a link"
+        return engine
+
     def _drop(self, error: BaseException, *, heard: bool = False) -> None:
         current, self._round = self._round, None
         if current is not None and not current.abort(error, heard=heard):
-            self._connected = False
-        if self._engine is not None:
-            self._engine.reset_weight_update_target()
+            self._connection.lost()
+        if (engine := self._connection.engine) is not None:
+            engine.reset_weight_update_target()
         self._target = self._main
         self._update_state()
 
@@ -447,8 +377,8 @@ class Worker:
         """The trainer is gone: let go of what its link held. A call that is at work does so itself."""
         self._sweep()
         with self.session.if_idle() as idle:
-            if idle and self._engine is not None:
-                self._engine.release()
+            if idle and (engine := self._connection.engine) is not None:
+                engine.release()
 
     def _update_state(self) -> None:
         """Keep readers out where the live weights are not fit to read."""
@@ -456,9 +386,3 @@ class Worker:
             self.gate.block(lambda: WeightsTorn("the weights are torn: only a full update makes them whole again"))
         elif self._round is None or not self._round.writes_live:
             self.gate.block(None)
-
-
-def _device_of(model: Any) -> torch.device:
-    parameters = getattr(model, "parameters", None)
-    first = next(iter(parameters()), None) if callable(parameters) else None
-    return first.device if first is not None else torch.device("cpu")

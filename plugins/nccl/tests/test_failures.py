@@ -59,6 +59,8 @@ class Scene:
             model=blocks,
             arguments=(7.0, count, nbytes),
             stall_limit=STALL_LIMIT,
+            # A window is an eighth of the model: who is held, stopped or killed in mid-transfer holds the sender up.
+            packed_buffer_size_bytes=1 << 20,
         )
         self.old = [rank.call(model_checksums) for rank in self.workers]
 

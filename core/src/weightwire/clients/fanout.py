@@ -184,8 +184,11 @@ class FanoutClient:
             raise self._error[1]
         return {at: results[at] for at in places}
 
+    def _there(self) -> list[int]:
+        return list(range(len(self.clients)) if self.policy == "all" else self._choose())
+
     def _linked_ones(self) -> list[int]:
-        return list(range(len(self.clients))) if self.policy == "all" else list(self._linked)
+        return list(range(len(self.clients)) if self.policy == "all" else self._linked)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], *, timeout: float | None = None) -> None:
         """Connect every server, each with the rank offset of its place."""
@@ -274,8 +277,7 @@ class FanoutClient:
         """
         if include_dp:
             return sum(self._sizes().values())
-        places = list(range(len(self.clients))) if self.policy == "all" else list(self._choose())
-        return sum(self._all(lambda client, at: client.get_world_size(include_dp=False), places).values())
+        return sum(self._all(lambda client, at: client.get_world_size(include_dp=False), self._there()).values())
 
     def weight_info(self) -> dict[str, Any]:
         """What each server says, under `servers`, and the first one's label and revision.
@@ -294,8 +296,7 @@ class FanoutClient:
 
     def pause(self, mode: PauseMode = "abort", *, timeout: float | None = None) -> None:
         """Keep readers out of every server; of those that are there, unless the policy is `all`."""
-        places = list(range(len(self.clients)) if self.policy == "all" else self._choose())
-        self._all(lambda client, at: client.pause(mode, timeout=timeout), places)
+        self._all(lambda client, at: client.pause(mode, timeout=timeout), self._there())
 
     def resume(self, *, timeout: float | None = None) -> None:
         """Let readers into every server again, also one that was left out meanwhile, if it can be reached."""

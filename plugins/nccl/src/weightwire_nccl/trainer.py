@@ -77,7 +77,7 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
         assert self.rendezvous is not None
         info = self.init_info
         self._communicator = TorchCommunicator(
-            self.rendezvous.store(f"nccl-{self._epoch}", deadline),
+            self.rendezvous.store(f"nccl-{self.epoch}", deadline),
             rank=self.fleet.senders.index(self.rank),
             world_size=self.fleet.world_size,
             labels=self.fleet.labels(),

@@ -1,0 +1,121 @@
+"""Who takes part in a trainer's links, and how its ranks come together."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from weightwire.clients.protocol import ControlPlane
+from weightwire.deadline import Deadline
+from weightwire.errors import DeadlineExceeded, MetadataError, PeerLost
+from weightwire.fleet import Fleet, listening_socket, senders_of, shared_secret, trainer_count, worker_count
+from weightwire.layout import ParamMeta
+from weightwire.messages import TrainerInitInfo
+from weightwire.rendezvous import Rendezvous
+from weightwire.source import WeightSource
+
+_RETRY_SECONDS = 0.05
+
+
+class Membership:
+    """One trainer rank's place in all links of its engine. Rank 0 holds one listening socket for all of them.
+
+    Args:
+        info: What the engine was made with.
+        source: The weights.
+        metadata: What the source declares.
+
+    Attributes:
+        trainers: How many trainer ranks there are.
+        senders: Those that send.
+        epoch: Number of the present link.
+
+    Raises:
+        MessageError: World size, ranks or secret do not add up.
+        MetadataError: The source's device mesh names ranks that there are not.
+    """
+
+    def __init__(self, info: TrainerInitInfo, source: WeightSource, metadata: Sequence[ParamMeta]) -> None:
+        self._info = info
+        self.trainers = trainer_count(info)
+        self.senders = senders_of(metadata, trainers=self.trainers)
+        self.epoch = -1
+        self._secret = shared_secret(info, trainers=self.trainers)
+        mesh_ranks = getattr(source, "mesh_ranks", None)
+        beyond = sorted(rank for rank in (mesh_ranks() if callable(mesh_ranks) else ()) if rank >= self.trainers)
+        if beyond:
+            raise MetadataError(
+                f"the source's device mesh names rank {beyond[0]}, and there are {self.trainers} trainer ranks: "
+                "the default process group's ranks must be the trainer ranks"
+            )
+        self._listener: socket.socket | None = None
+        if info.rank == 0:
+            self._listener = listening_socket(info, trainers=self.trainers)
+
+    @property
+    def closed(self) -> bool:
+        """Whether rank 0 has given up its socket."""
+        return self._info.rank == 0 and self._listener is None
+
+    def address(self) -> dict[str, Any]:
+        """What a worker needs to join, for rank 0 to send."""
+        assert self._listener is not None
+        return {
+            "epoch": self.epoch,
+            "secret": self._secret.hex(),
+            "address": self._info.master_address,
+            "port": self._listener.getsockname()[1],
+            "senders": list(self.senders),
+            "trainers": self.trainers,
+        }
+
+    def join(self, control: ControlPlane, deadline: Deadline) -> tuple[Rendezvous, Fleet]:
+        """Begin the next epoch: rank 0 hosts it for the workers behind `control`, the other ranks join.
+
+        Raises:
+            MessageError: There are other workers than the world size says.
+            PeerLost, DeadlineExceeded: Rank 0 or a server did not answer.
+        """
+        self.epoch += 1
+        info = self._info
+        if info.rank != 0:
+            rendezvous = self._join_rank_zero(deadline)
+            return rendezvous, Fleet(self.trainers, self.senders, rendezvous.workers)
+        assert self._listener is not None
+        workers = worker_count(info, len(self.senders), control.world_size())
+        rendezvous = Rendezvous.host(
+            address=info.master_address,
+            listen_socket=self._listener.dup(),
+            trainers=self.trainers,
+            workers=workers,
+            secret=self._secret,
+            epoch=self.epoch,
+            peer_timeout=info.peer_timeout,
+        )
+        return rendezvous, Fleet(self.trainers, self.senders, workers)
+
+    def _join_rank_zero(self, deadline: Deadline) -> Rendezvous:
+        """Join the link that rank 0 hosts, or will host: trainer ranks come up in any order."""
+        info = self._info
+        while True:
+            try:
+                return Rendezvous.join(
+                    address=info.master_address,
+                    port=info.master_port,
+                    rank=info.rank,
+                    secret=self._secret,
+                    epoch=self.epoch,
+                    deadline=deadline,
+                )
+            except PeerLost as lost:
+                try:
+                    deadline.sleep(_RETRY_SECONDS)
+                except DeadlineExceeded:
+                    raise lost from None
+
+    def close(self) -> None:
+        """Give up the socket; idempotent."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
