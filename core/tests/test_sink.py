@@ -342,6 +342,25 @@ def test_checksums_cover_parameters_and_persistent_buffers_once(model: Net) -> N
     assert ModuleSink(other).checksums() == after
 
 
+def test_the_inventory_says_what_an_update_may_bring(sink: ModuleSink, model: Net) -> None:
+    held = sink.inventory()
+    assert [(one.names, one.shape, one.buffer) for one in held] == [
+        (("embed.weight", "head.weight"), (6, 4), False),
+        (("norm.weight",), (4,), False),
+        (("norm.bias",), (4,), False),
+        (("norm.running_mean",), (4,), True),
+        (("norm.running_var",), (4,), True),
+        (("norm.num_batches_tracked",), (), True),
+    ]
+    assert held[-1].to_json() == {
+        "dtype": "int64",
+        "shape": [],
+        "local_shape": [],
+        "names": ["norm.num_batches_tracked"],
+        "buffer": True,
+    }
+
+
 def test_checksums_do_not_depend_on_strides() -> None:
     turned: Any = Zoo(["transposed", "gapped", "scalar", "empty"])
     plain: Any = Zoo(["transposed"])

@@ -15,6 +15,7 @@ import torch
 from weightwire.dtensor import piece
 from weightwire.errors import UpdateRefused
 from weightwire.layout import Box, ParamMeta, dtype_name
+from weightwire.sink import Held
 from weightwire.staging import sha256
 
 _LISTED = 3
@@ -193,6 +194,20 @@ class Inventory:
         """See `WeightSink.checksums`."""
         entries = [entry for entry in self.entries if entry.names and entry.has_bytes]
         return {entry.names[0]: sha256(entry.local) for entry in entries}
+
+    def held(self) -> list[Held]:
+        """See `WeightSink.inventory`."""
+        return [
+            Held(
+                names=tuple(entry.names),
+                dtype=entry.tensors[0].dtype,
+                shape=tuple(entry.tensors[0].shape),
+                local_shape=tuple(entry.local.shape),
+                buffer=not entry.parameter,
+            )
+            for entry in self.entries
+            if entry.names and entry.has_bytes
+        ]
 
     def zero(self) -> None:
         """Fill every parameter with zeros."""

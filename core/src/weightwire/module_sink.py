@@ -16,11 +16,11 @@ from torch import nn
 from weightwire import staging
 from weightwire.dtensor import reshard
 from weightwire.errors import TransferAborted, UpdateRefused
-from weightwire.inventory import Entry, Group, Views, check_tensor
+from weightwire.inventory import Entry, Group, Inventory, Views, check_tensor
 from weightwire.module_update import Chosen, Plan, Rebind, Repetition, Update, check_complete, repetition
 from weightwire.patching import check_patch, ready_patch
 from weightwire.scan import scan
-from weightwire.sink import CommitMode, CommitReport, Patch, Staging, UpdateSpec, WeightSink
+from weightwire.sink import CommitMode, CommitReport, Held, Patch, Staging, UpdateSpec, WeightSink
 from weightwire.staging_area import StagingArea
 
 
@@ -359,8 +359,15 @@ class ModuleSink(WeightSink):
 
     def checksums(self) -> dict[str, str]:
         """See `WeightSink.checksums`."""
+        return self._present().checksums()
+
+    def inventory(self) -> list[Held]:
+        """See `WeightSink.inventory`."""
+        return self._present().held()
+
+    def _present(self) -> Inventory:
         known = self._inventory
-        return (known if known.unchanged() else scan(self._live_model(), known)).checksums()
+        return known if known.unchanged() else scan(self._live_model(), known)
 
     def reset(self) -> None:
         """See `WeightSink.reset`."""

@@ -70,6 +70,7 @@ class Round:
         self.revision: Revision | None = None
         self.bytes = 0
         self.seconds: dict[str, float] = {}
+        self._made = time.perf_counter()
 
     def receive(self, update_info: WeightTransferUpdateInfo, deadline: Deadline) -> None:
         """Begin with the first message, then have the transport receive this one.
@@ -86,6 +87,11 @@ class Round:
             with self._timed("receive"):
                 self._receive(update_info)
             faults.reach("worker.received")
+
+    @property
+    def age(self) -> float:
+        """Seconds since the update was opened."""
+        return time.perf_counter() - self._made
 
     def _receive(self, update_info: WeightTransferUpdateInfo) -> None:
         link = self._engine.link

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weightwire.errors import Unsupported
-from weightwire.layout import ParamMeta
+from weightwire.layout import ParamMeta, dtype_name
 
 Scope = Literal["full", "partial"]
 Staging = Literal["staged", "in_place"]
@@ -80,6 +80,35 @@ class CommitReport:
     in_place: int = 0
     allocated_bytes: int = 0
     copied_because: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor of a model, as seen by who wants to send it.
+
+    Attributes:
+        names: Its names; several where it is tied. An update brings it under one of them.
+        dtype: Its dtype.
+        shape: The shape that an update has to bring.
+        local_shape: The part of it that is here: less than `shape` for a DTensor.
+        buffer: Whether it is a persistent buffer, which a full update may leave out.
+    """
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    buffer: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """As `/weight_info?parameters=true` tells it."""
+        return {
+            "dtype": dtype_name(self.dtype),
+            "shape": list(self.shape),
+            "local_shape": list(self.local_shape),
+            "names": list(self.names),
+            "buffer": self.buffer,
+        }
 
 
 class WeightSink(ABC):
@@ -198,6 +227,10 @@ class WeightSink(ABC):
         Args:
             retire: Late bytes may still arrive in what `targets` gave out: never use that memory again.
         """
+
+    def inventory(self) -> list[Held]:
+        """What an update may bring, in state-dict order. Empty for a model that does not tell: it loads by itself."""
+        return []
 
     @abstractmethod
     def checksums(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ or torn by an in-place update that failed half-way) and the gate.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from weightwire.connection import Connection, parse_link
@@ -27,7 +28,7 @@ from weightwire.gate import Gate, Hold, PauseMode
 from weightwire.messages import ParallelConfig
 from weightwire.round import CommitPolicy, Round
 from weightwire.session import Revision, UpdateSession
-from weightwire.sink import as_sink
+from weightwire.sink import Held, as_sink
 from weightwire.target import Target
 
 ABORT_SECONDS = 10.0
@@ -72,6 +73,7 @@ class Worker:
         self.session = UpdateSession(lambda: self.linked)
         self._connection = Connection(model, backend=backend, parallel_config=self.parallel_config)
         self._round: Round | None = None
+        self._last_transfer: dict[str, float] | None = None
         self._update_state()
 
     # What is known
@@ -120,7 +122,13 @@ class Worker:
             "backend": self._connection.backend,
             "rank": self.parallel_config.rank,
             "world_size": self.world_size,
+            "last_transfer": self._last_transfer,
         }
+
+    def inventory(self, *, deadline: Deadline | None = None) -> list[Held]:
+        """What an update may bring; empty for a model that loads by itself and does not tell."""
+        with self.gate.reading(deadline=deadline, ignore_pause=True):
+            return self._main.sink.inventory()
 
     # The trainer's calls
 
@@ -240,6 +248,7 @@ class Worker:
             finally:
                 self._update_state()
             self._round = None
+            self._last_transfer = {"bytes": current.bytes, "seconds": current.age, "at": time.time()}
             target.zeroed = False
             target.revision = current.revision or Revision.fresh()
             if weight_version is not None:
