@@ -85,7 +85,6 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self.metadata_digest = ""
         self.total_bytes = 0
         self._owned: list[tuple[int, ParamMeta]] = []
-        self._looked: list[torch.Tensor] | None = None
         self._members: Membership
         self.trainer_id = secrets.token_hex(16)
         self._round = 0
@@ -271,13 +270,6 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
 
     # A round
 
-    def look(self) -> None:
-        """Look at all that is there anyway, for `batches`."""
-        assert self.source is not None
-        resident = self.source.resident()
-        owned = [meta for _, meta in self._owned]
-        self._looked = resident[1] if resident is not None and agree(*resident, owned) else None
-
     def pairs(self) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
         """This rank's parameters in metadata order, each checked against its metadata before it is yielded.
 
@@ -296,10 +288,10 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         Raises:
             SourceMismatch: As `pairs`.
         """
-        looked, self._looked = self._looked, None
-        places = [place for place, _ in self._owned]
-        if looked is not None:
-            yield places, looked
+        assert self.source is not None
+        places, resident = [place for place, _ in self._owned], self.source.resident()
+        if resident is not None and agree(*resident, [meta for _, meta in self._owned]):
+            yield places, resident[1]
             return
         for place, (_, tensor) in zip(places, self.pairs(), strict=True):
             yield [place], [tensor]

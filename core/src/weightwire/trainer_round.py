@@ -69,7 +69,6 @@ class TrainerRound:
         engine, number = self._engine, self._number
         with self._timed("begin"):
             self._tell("begin")
-            engine.look()
             self._beside(self._start_and_update, "update_weights")
             agree = {"metadata": engine.metadata_digest, "scope": self._scope}
             self._decide(self._rendezvous.exchange(f"begin-{number}", deadline=self._deadline, agree=agree))
