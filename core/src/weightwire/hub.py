@@ -15,7 +15,7 @@ whether it was decided before, and an exchange may serve as the vote of a two-ph
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +30,7 @@ from weightwire.errors import (
     error_from_json,
 )
 from weightwire.exchange import member_label, reduce
-from weightwire.frames import Frame, encode
+from weightwire.frames import Frame, decode, encode
 from weightwire.keyvalues import KeyValues
 
 
@@ -247,3 +247,17 @@ class Hub:
         silent = self._table.silent(frame["prefix"], frame["ranks"] or self._world)
         names = [self._whereabouts(other) for other in silent]
         self._tell([rank], {"type": "reply", "id": frame["id"], "silent": names})
+
+
+class OwnMember:
+    """The hub's channel to the member in its own process."""
+
+    def __init__(self, receive: Callable[[Frame], None]) -> None:
+        self._receive = receive
+
+    def send(self, frame: bytes) -> None:
+        """Hand a frame over."""
+        self._receive(decode(frame))
+
+    def finish(self) -> None:
+        """There is no connection to close."""

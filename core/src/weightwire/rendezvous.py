@@ -46,7 +46,7 @@ from weightwire.errors import (
 )
 from weightwire.exchange import JSON, Outcome, RankError, member_label, posting
 from weightwire.frames import Frame, decode, encode
-from weightwire.hub import Hub
+from weightwire.hub import Hub, OwnMember
 from weightwire.loop import Connection, Loop
 from weightwire.mailbox import Mailbox
 from weightwire.reception import PROTOCOL, SILENT_TICKS, Reception, is_stalled
@@ -139,7 +139,7 @@ class Rendezvous:
         self._hub = hub = Hub(trainers=trainers, workers=workers, peer_timeout=peer_timeout)
         self._say = lambda frame: hub.receive(0, decode(frame))
         self._leave = Reception(self._loop, listener, hub, secret=secret, epoch=epoch).close
-        hub.admit(0, os.getpid(), _OwnMember(self._receive))
+        hub.admit(0, os.getpid(), OwnMember(self._receive))
         self._loop.start()
         return self
 
@@ -395,16 +395,3 @@ class Rendezvous:
 def _take_leave(connection: Connection) -> None:
     connection.send(encode({"type": "bye"}))
     connection.finish()
-
-
-class _OwnMember:
-    """The hub's channel to the member in its own process."""
-
-    def __init__(self, receive: Callable[[Frame], None]) -> None:
-        self._receive = receive
-
-    def send(self, frame: bytes) -> None:
-        self._receive(decode(frame))
-
-    def finish(self) -> None:
-        """There is no connection to close."""
