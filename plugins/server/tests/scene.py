@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from torch import nn
 
 from plugins.server.tests.held_engine import brake
-from weightwire.gate import Hold
+from weightwire.gate import Gate, Hold
 from weightwire.source import ModuleSource
 from weightwire.worker import Worker
 from weightwire_server import create_app
@@ -49,7 +49,7 @@ class Scene:
         self.url = url
         self._put = put
         self._active = active
-        self._http = httpx.Client(base_url=url, timeout=LIMIT, trust_env=False)
+        self._http = httpx.Client(base_url=url, timeout=LIMIT, trust_env=False, verify=False)
         self._threads = ThreadPoolExecutor(8)
         self._readers: list[Hold] = []
         self.running: list[Future[httpx.Response]] = []
@@ -58,8 +58,14 @@ class Scene:
 
     def use(self, worker: Worker | None = None, **options: Any) -> None:
         """Serve a new worker."""
-        self.worker = worker or Worker(small_model(), backend="held")
-        self._put(create_app(self.worker, **options))
+        self.workers = [worker or Worker(small_model(), backend="held")]
+        self.gate: Gate = self.workers[0].gate
+        self._put(create_app(self.workers[0], **options))
+
+    @property
+    def worker(self) -> Worker:
+        """The worker, of several the first."""
+        return self.workers[0]
 
     def __enter__(self) -> Self:
         return self
@@ -77,6 +83,10 @@ class Scene:
             self._readers.pop().__exit__(None, None, None)
         for future in self.running:
             future.result(LIMIT)
+
+    def busy(self) -> bool:
+        """Whether the server has requests that it has not answered."""
+        return self._active() > 0
 
     # Requests
 
@@ -162,22 +172,21 @@ class Scene:
             assert self.start("u1").status_code == 200
         if state == "receiving":
             self.later(lambda: self.update("u1", 0, hold=True))
-            until(lambda: self.worker.session.update == "receiving")
+            until(lambda: all(worker.session.update == "receiving" for worker in self.workers))
         if state == "committing":
             assert self.update("u1", 0).status_code == 200
             self.read()
             self.later(lambda: self.finish("u1", "new"))
-            until(lambda: self.worker.gate._closed)
+            until(lambda: self.gate._closed)
 
     def read(self) -> None:
         """Hold the weights until `release`."""
-        self._readers.append(self.worker.reading().__enter__())
+        self._readers.append(self.gate.reading().__enter__())
 
     def value(self) -> float:
         """The value that all parameters have; fails where they differ."""
-        values = {
-            float(v) for parameter in self.worker._main.model.parameters() for v in parameter.detach().reshape(-1)
-        }
+        parameters = [one for worker in self.workers for one in worker._main.model.parameters()]
+        values = {float(v) for parameter in parameters for v in parameter.detach().reshape(-1)}
         assert len(values) == 1, f"torn: {values}"
         return values.pop()
 

@@ -242,6 +242,21 @@ def test_a_bug_is_500_and_logged(
     assert caplog.records[0].exc_info is not None
 
 
+def test_abort_requests(either: Scene) -> None:
+    aborted: list[list[str] | None] = []
+
+    async def abort_requests(ids: list[str] | None) -> int:
+        aborted.append(ids)
+        return 7 if ids is None else len(ids)
+
+    either.use(abort_requests=abort_requests)
+    path = "/abort_requests"
+    assert either.post(path).json() == {"status": "aborted", "aborted": 7}
+    assert either.post(path, {"request_ids": ["a", "b"]}).json() == {"status": "aborted", "aborted": 2}
+    assert either.post(path, {"request_ids": [1]}).json()["error"]["param"] == "request_ids"
+    assert aborted == [None, ["a", "b"]]
+
+
 def test_metrics(scene: Scene) -> None:
     scene.enter("receiving")
     page = scene.get("/metrics").text

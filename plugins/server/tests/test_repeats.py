@@ -1,4 +1,4 @@
-"""Ids: every call of an update may be repeated and gets the answer that the first one got."""
+"""Ids: every call of an update may be repeated and gets the answer that the first one got; one rank or several."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 from plugins.server.tests.scene import Scene, until
 
 
-def test_a_whole_update_repeated_call_by_call_commits_once(scene: Scene) -> None:
+def test_a_whole_update_repeated_call_by_call_commits_once(either: Scene) -> None:
+    scene = either
     scene.init()
     for _ in range(2):
         assert scene.start("u1").json() == {"message": "Weight update started"}
@@ -23,7 +24,8 @@ def test_a_whole_update_repeated_call_by_call_commits_once(scene: Scene) -> None
     assert scene.value() == 2.0
 
 
-def test_a_repetition_of_a_running_update_waits_for_it(scene: Scene) -> None:
+def test_a_repetition_of_a_running_update_waits_for_it(either: Scene) -> None:
+    scene = either
     scene.enter("receiving")
     again = scene.waiting(lambda: scene.update("u1", 0))
     assert scene.update("u1", 1).status_code == 409
@@ -33,7 +35,8 @@ def test_a_repetition_of_a_running_update_waits_for_it(scene: Scene) -> None:
     assert scene.finish("u1").status_code == 200
 
 
-def test_a_failure_is_repeated_in_the_same_words(scene: Scene) -> None:
+def test_a_failure_is_repeated_in_the_same_words(either: Scene) -> None:
+    scene = either
     scene.init()
     scene.start("u1")
     first = scene.update("u1", 0, fail="the cable came loose")
@@ -47,7 +50,8 @@ def test_a_failure_is_repeated_in_the_same_words(scene: Scene) -> None:
     scene.check_recovers()
 
 
-def test_a_committed_update_cannot_be_aborted(scene: Scene) -> None:
+def test_a_committed_update_cannot_be_aborted(either: Scene) -> None:
+    scene = either
     scene.init()
     scene.push(3.0, update="u1")
     answer = scene.post("/abort_weight_update", update="u1")
@@ -56,7 +60,8 @@ def test_a_committed_update_cannot_be_aborted(scene: Scene) -> None:
     assert scene.value() == 3.0
 
 
-def test_an_aborted_update_is_over(scene: Scene) -> None:
+def test_an_aborted_update_is_over(either: Scene) -> None:
+    scene = either
     scene.enter("open")
     scene.update("u1", 0)
     assert scene.post("/abort_weight_update", update="u1").status_code == 200
@@ -68,7 +73,8 @@ def test_an_aborted_update_is_over(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("state", ["open", "receiving"])
-def test_another_init_supersedes_the_update(scene: Scene, state: str) -> None:
+def test_another_init_supersedes_the_update(either: Scene, state: str) -> None:
+    scene = either
     scene.enter(state)
     assert scene.init().status_code == 200
     answer = scene.update("u1", 5)
@@ -77,7 +83,8 @@ def test_another_init_supersedes_the_update(scene: Scene, state: str) -> None:
     scene.check_recovers()
 
 
-def test_an_abort_ends_a_running_update(scene: Scene) -> None:
+def test_an_abort_ends_a_running_update(either: Scene) -> None:
+    scene = either
     scene.enter("receiving")
     running = scene.running[-1]
     assert scene.post("/abort_weight_update", update="u1").status_code == 200
@@ -88,7 +95,8 @@ def test_an_abort_ends_a_running_update(scene: Scene) -> None:
     scene.check_recovers()
 
 
-def test_a_silent_trainer_loses_its_update(scene: Scene) -> None:
+def test_a_silent_trainer_loses_its_update(either: Scene) -> None:
+    scene = either
     scene.init()
     assert scene.start("u1", headers={"Weightwire-Timeout": "0.05"}).status_code == 200
     until(lambda: scene.get("/weight_info").json()["update"] == "none", seconds=5.0)

@@ -18,7 +18,7 @@ from torch import nn
 from plugins.server.tests.held_engine import brake
 from plugins.server.tests.scene import Scene, small_model, until
 from weightwire.clients.http import HTTPVLLMWeightSyncClient
-from weightwire.errors import PeerLost, Unauthorized, UpdateRefused, WeightsTorn
+from weightwire.errors import OrderError, PeerLost, Unauthorized, UpdateRefused, WeightsTorn
 from weightwire.registry import WeightTransferTrainerFactory
 from weightwire.source import ModuleSource
 from weightwire.testing.fixtures import BorrowRanks
@@ -254,4 +254,33 @@ def test_a_refusal_reaches_the_trainer_as_what_it_was(ranks: BorrowRanks) -> Non
         assert client.weight_info()["state"] == "ready"
     finally:
         trainer.shutdown()
+        client.close()
+
+
+def test_a_second_trainer_needs_takeover_while_the_first_is_alive(ranks: BorrowRanks) -> None:
+    (server,) = ranks(1)
+    client = HTTPVLLMWeightSyncClient(server.call(host, None))
+    trainers = []
+
+    def trainer(**options: Any) -> Any:
+        made = WeightTransferTrainerFactory.trainer_init(
+            NCCLTrainerInitInfo(timeout=30.0, **options), client=client, source=ModuleSource(small_model(2.5))
+        )
+        trainers.append(made)
+        return made
+
+    try:
+        first = trainer()
+        with pytest.raises(OrderError, match="takeover"):
+            trainer()
+        second = trainer(takeover=True)
+        report = second.send_weights(weight_version="second")
+        with pytest.raises(OrderError, match="takeover"):  # its link is gone, and it may not take it back by itself
+            first.send_weights(weight_version="first")
+        known = client.weight_info()
+        assert (known["weight_version"], known["revision"]) == ("second", report.revision)
+        second.send_weights()
+    finally:
+        for made in trainers:
+            made.shutdown()
         client.close()

@@ -38,6 +38,7 @@ CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "is_paused": ("GET", "/is_paused", {}),
     "get_world_size": ("GET", "/get_world_size", {}),
     "metrics": ("GET", "/metrics", {}),
+    "abort_requests": ("POST", "/abort_requests", {}),
     "pause": ("POST", "/pause?mode=keep", {}),
     "resume": ("POST", "/resume", {}),
     "label": ("POST", "/update_weight_version", {"body": {"new_version": "v9"}}),
@@ -65,6 +66,7 @@ TABLE: dict[str, tuple[int | Waits, ...]] = {
     "is_paused": (200, 200, 200, 200, 200, 200),
     "get_world_size": (200, 200, 200, 200, 200, 200),
     "metrics": (200, 200, 200, 200, 200, 200),
+    "abort_requests": (501, 501, 501, 501, 501, 501),  # none were given to this server
     "pause": (200, 200, 200, 200, Waits(200), 200),
     "resume": (200, 200, 200, 200, 200, 409),
     "label": (200, 200, 409, 409, 409, 409),
@@ -74,6 +76,9 @@ TABLE: dict[str, tuple[int | Waits, ...]] = {
 }
 
 CASES = [(call, state, TABLE[call][place]) for call in CALLS for place, state in enumerate(STATES)]
+ASKING = ("weight_info", "is_paused", "get_world_size", "metrics", "abort_requests")
+CHANGING = [case for case in CASES if case[0] not in ASKING]
+"""With several ranks: what changes nothing is left out, to save time."""
 
 
 def send(scene: Scene, call: str) -> httpx.Response:
@@ -83,8 +88,7 @@ def send(scene: Scene, call: str) -> httpx.Response:
     return scene.get(path) if method == "GET" else scene.post(path, **options)
 
 
-@pytest.mark.parametrize(("call", "state", "expected"), CASES, ids=[f"{call}-{state}" for call, state, _ in CASES])
-def test_answer(scene: Scene, call: str, state: str, expected: int | Waits) -> None:
+def check(scene: Scene, call: str, state: str, expected: int | Waits) -> None:
     scene.enter(state)
     if isinstance(expected, Waits):
         waiting = scene.waiting(lambda: send(scene, call))
@@ -98,3 +102,17 @@ def test_answer(scene: Scene, call: str, state: str, expected: int | Waits) -> N
         assert set(body) == ERROR_KEYS
         assert body["error"]["code"] == status and body["error"]["message"]
     scene.check_recovers()
+
+
+def ids(cases: list[tuple[str, str, int | Waits]]) -> list[str]:
+    return [f"{call}-{state}" for call, state, _ in cases]
+
+
+@pytest.mark.parametrize(("call", "state", "expected"), CASES, ids=ids(CASES))
+def test_one_rank(scene: Scene, call: str, state: str, expected: int | Waits) -> None:
+    check(scene, call, state, expected)
+
+
+@pytest.mark.parametrize(("call", "state", "expected"), CHANGING, ids=ids(CHANGING))
+def test_several_ranks(fleet: Scene, call: str, state: str, expected: int | Waits) -> None:
+    check(fleet, call, state, expected)

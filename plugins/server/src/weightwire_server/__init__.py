@@ -2,6 +2,7 @@
 
     Starlette(routes=[Route("/generate", generate), *control_routes(worker)])   # your app, your server
     serve(Worker(model), port=8000)                                             # nothing else to serve
+    launch(make_model, Listening(port=8000), workers=2)                         # in two processes
 
 The public names are imported when they are first asked for.
 """
@@ -13,13 +14,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weightwire_server.app import create_app as create_app
+    from weightwire_server.front import Front as Front
+    from weightwire_server.launching import Listening as Listening
+    from weightwire_server.launching import launch as launch
     from weightwire_server.routes import control_routes as control_routes
     from weightwire_server.serving import BoundServer as BoundServer
     from weightwire_server.serving import serve as serve
 
-_MODULES = {"BoundServer": "serving", "control_routes": "routes", "create_app": "app", "serve": "serving"}
+_MODULES = {
+    "BoundServer": "serving",
+    "Front": "front",
+    "Listening": "launching",
+    "control_routes": "routes",
+    "create_app": "app",
+    "launch": "launching",
+    "serve": "serving",
+}
 
-__all__ = ["BoundServer", "control_routes", "create_app", "serve"]
+__all__ = ["BoundServer", "Front", "Listening", "control_routes", "create_app", "launch", "serve"]
 
 
 def __getattr__(name: str) -> object:

@@ -8,20 +8,20 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from weightwire.errors import WeightwireError
-from weightwire.worker import Worker
+from weightwire_server.hosting import Host
 
 logger = logging.getLogger("weightwire.server")
 
 
-def error_body(worker: Worker, error: BaseException, *, status: int) -> dict[str, Any]:
+async def error_body(host: Host, error: BaseException, *, status: int) -> dict[str, Any]:
     """The body of an error answer; `type` is the class that a client of weightwire raises it as again.
 
     Args:
-        worker: Its state, label and revision are told, so that a caller knows where it stands.
+        host: Its state, label and revision are told, so that a caller knows where it stands.
         error: What went wrong.
         status: HTTP status that it is sent with.
     """
-    known = worker.info()
+    known = await host.info()
     record: dict[str, Any] = {"message": str(error), "type": type(error).__name__, "param": None, "code": status}
     if isinstance(error, WeightwireError):
         record |= error.to_json()
@@ -37,7 +37,7 @@ def error_body(worker: Worker, error: BaseException, *, status: int) -> dict[str
     }
 
 
-def error_answer(worker: Worker, error: Exception, *, path: str) -> JSONResponse:
+async def error_answer(host: Host, error: Exception, *, path: str) -> JSONResponse:
     """The answer to a call that raised; an error that is not weightwire's is a bug, 500, and logged with its trace."""
     if isinstance(error, WeightwireError):
         status = error.status
@@ -45,4 +45,4 @@ def error_answer(worker: Worker, error: Exception, *, path: str) -> JSONResponse
         status = 500
         logger.error("%s failed", path, exc_info=error)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse(error_body(worker, error, status=status), status_code=status, headers=headers)
+    return JSONResponse(await error_body(host, error, status=status), status_code=status, headers=headers)

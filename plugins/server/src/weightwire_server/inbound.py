@@ -16,6 +16,9 @@ from weightwire.errors import DeadlineExceeded, MessageError, PayloadTooLarge
 Choice = TypeVar("Choice", bound=str)
 Presence = Literal["required", "optional"]
 
+BODY_SECONDS = 30.0
+"""Longest that a body may take to arrive, whatever time its call has."""
+
 _LONGEST_ID = 128
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 _FALSE = frozenset({"0", "false", "f", "no", "n", "off"})
@@ -144,7 +147,7 @@ class Inbound:
             raise self._too_large()
         chunks, size = [], 0
         try:
-            async with asyncio.timeout(self.deadline.remaining()):
+            async with asyncio.timeout(min(self.deadline.remaining(), BODY_SECONDS)):
                 async for chunk in self.request.stream():
                     size += len(chunk)
                     if size > self._body_limit:

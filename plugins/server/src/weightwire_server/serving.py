@@ -8,15 +8,18 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from weightwire.deadline import Deadline
-from weightwire.worker import Worker
 from weightwire_server.access import require_token_beyond_loopback
 from weightwire_server.app import create_app
+from weightwire_server.patience import PatientProtocol
+
+if TYPE_CHECKING:
+    from weightwire.worker import Worker
 
 _KEEP_ALIVE_SECONDS = 75
 _LAST_ANSWERS_SECONDS = 5
@@ -30,16 +33,26 @@ class BoundServer:
         app: The app.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
+        sock: A listening socket instead of both; a Unix socket has no port and no URL.
         **options: More of `uvicorn.Config`, e.g. `ssl_certfile`.
 
     Raises:
         OSError: The address cannot be had.
     """
 
-    def __init__(self, app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0, **options: Any) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        sock: socket.socket | None = None,
+        **options: Any,
+    ) -> None:
         # Clients keep connections for a minute: a server that closed them earlier would race with their next call.
         defaults: dict[str, Any] = {
             "access_log": False,
+            "http": PatientProtocol,
             "log_level": "warning",
             "proxy_headers": False,
             "timeout_graceful_shutdown": _LAST_ANSWERS_SECONDS,
@@ -48,14 +61,12 @@ class BoundServer:
         }
         config = uvicorn.Config(app, **(defaults | options))
         self._server = uvicorn.Server(config)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=config.backlog)
-        # Made again from its descriptor it knows that it speaks TCP; asyncio turns Nagle's delay (40 ms) off only then.
-        self._socket = socket.socket(fileno=listener.detach())
-        self.port: int = self._socket.getsockname()[1]
+        self._socket = sock or _listening(host, port, config.backlog)
+        inet = self._socket.family != socket.AF_UNIX
+        self.port: int = self._socket.getsockname()[1] if inet else 0
         """Port that the server listens on."""
         name = f"[{host}]" if ":" in host else host or "0.0.0.0"
-        self.url = f"{'https' if config.is_ssl else 'http'}://{name}:{self.port}"
+        self.url = f"{'https' if config.is_ssl else 'http'}://{name}:{self.port}" if inet else ""
         """Where the server is."""
         self._thread: threading.Thread | None = None
 
@@ -78,9 +89,13 @@ class BoundServer:
                 raise RuntimeError("the app did not start; its log says why")
             deadline.sleep(0.005)
 
+    def end(self) -> None:
+        """Have `run` return, from any thread."""
+        self._server.should_exit = True
+
     def stop(self) -> None:
         """End the serving; calls that run get 5 s for their answers, then they are cancelled. Idempotent."""
-        self._server.should_exit = True
+        self.end()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -94,6 +109,13 @@ class BoundServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _listening(host: str, port: int, backlog: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=backlog)
+    # Made again from its descriptor it knows that it speaks TCP; asyncio turns Nagle's delay (40 ms) off only then.
+    return socket.socket(fileno=listener.detach())
 
 
 def serve(
@@ -121,9 +143,10 @@ def serve(
     """
     require_token_beyond_loopback(host, token)
     server = BoundServer(create_app(worker, token=token, **options), host=host, port=port)
-    (ready or _tell)(server.url)
+    (ready or tell)(server.url)
     server.run()
 
 
-def _tell(url: str) -> None:
+def tell(url: str) -> None:
+    """Say on standard error where the server is."""
     sys.stderr.write(f"weightwire: serving at {url}, Ctrl-C ends it\n")
