@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -192,6 +193,27 @@ def test_abort_cancels_the_working_thread_and_waits_for_it() -> None:
     assert session.update == "none"
     thread.join(5)
     assert errors == ["aborted"]
+
+
+def test_a_message_that_ends_well_before_it_hears_of_the_abort_does_not_keep_the_update_open() -> None:
+    session = linked_session()
+    start(session)
+    inside, dropped = threading.Event(), ["kept"]
+
+    def receive() -> None:
+        deadline = Deadline(10)
+        with session.working("update", "a", 0, deadline):
+            inside.set()
+            while not deadline.cancelled:
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    assert inside.wait(5)
+    assert abort(session, "a", dropped)
+    thread.join(5)
+    assert session.update == "none"
+    assert dropped == ["kept", "x"]
 
 
 def test_abort_is_too_late_while_and_after_committing() -> None:

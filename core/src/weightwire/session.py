@@ -305,19 +305,25 @@ class UpdateSession:
             OrderError: It is committing or has committed.
             DeadlineExceeded: The working thread did not let go.
         """
-        with self._condition:
-            if self.committed(update_id):
-                raise OrderError(f"update {update_id} has committed: it is too late to abort it")
-            if not self._open or (update_id is not None and self._update_id not in (None, update_id)):
-                return False
-            if self._busy == "finish":
-                raise OrderError("the update is committing: it is too late to abort it")
-            if self._busy is not None:
-                if self._running is not None:
-                    self._running.cancel(reason)
-                deadline.wait_for(lambda: self._busy is None, self._condition, "the running update to let go")
+        met: tuple[str | None] | None = None
+        while True:
+            with self._condition:
+                if self.committed(update_id):
+                    raise OrderError(f"update {update_id} has committed: it is too late to abort it")
+                other = update_id is not None and self._update_id not in (None, update_id)
+                if not self._open or other or met not in (None, (self._update_id,)):
+                    return met is not None
+                if self._busy == "finish":
+                    raise OrderError("the update is committing: it is too late to abort it")
+                met = (self._update_id,)
+                if self._busy is not None:
+                    if self._running is not None:
+                        self._running.cancel(reason)
+                    deadline.wait_for(lambda: self._busy is None, self._condition, "the running update to let go")
+                    # A message that ended well just before it heard leaves the update open.
+                    continue
+            if self.drop_open(drop, reason):
                 return True
-        return self.drop_open(drop, reason)
 
     def drop_open(self, drop: Callable[[], None], reason: TransferAborted) -> bool:
         """End an open update that nobody works on; returns whether there was one. Never waits."""

@@ -122,6 +122,7 @@ class Worker:
             "backend": self._connection.backend,
             "rank": self.parallel_config.rank,
             "world_size": self.world_size,
+            "cast": self._main.sink.cast,
             "last_transfer": self._last_transfer,
         }
 

@@ -24,8 +24,10 @@ Records = dict[str, dict[str, Any]]
 """Parameter name to its file, dtype, shape and checksum."""
 
 _NATIVE = frozenset(
-    (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-    + (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+    (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
 )
 """Dtypes that every safetensors reader knows; the others are stored as their bytes."""
 
@@ -129,4 +131,4 @@ def read_update(
 
 
 def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(as_bytes(tensor).numpy()).hexdigest()
+    return hashlib.sha256(as_bytes(tensor).numpy().data).hexdigest()

@@ -221,6 +221,11 @@ class Front:
             answers = await self._on_all(RankCall("/weight_checker", {"action": "checksum"}), deadline)
         return {key: value for rank in sorted(answers) for key, value in answers[rank]["checksums"].items()}
 
+    async def inventory(self, deadline: Deadline) -> dict[str, dict[str, Any]]:
+        """Of every rank's model."""
+        answers = await self._on_all(RankCall("/weight_info?parameters=true", method="GET"), deadline)
+        return {place: held for answer in answers.values() for place, held in answer.get("parameters", {}).items()}
+
     async def reset(self, deadline: Deadline) -> None:
         """Fill every rank's parameters with zeros."""
         self._require_all()

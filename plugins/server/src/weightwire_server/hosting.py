@@ -11,7 +11,7 @@ from weightwire.errors import PeerLost, WeightwireError
 from weightwire.gate import Gate, PauseMode
 from weightwire.messages import WeightTransferUpdatePayload, pick_update
 from weightwire_server.call_threads import CallThreads
-from weightwire_server.checksums import keyed
+from weightwire_server.checksums import keyed, place_of
 
 if TYPE_CHECKING:
     from weightwire.worker import Worker
@@ -67,6 +67,9 @@ class Host(Protocol):
 
     async def checksums(self, deadline: Deadline) -> dict[str, str]:
         """SHA-256 in hex by `dp0:pp0:pcp0:tp0:<parameter>`."""
+
+    async def inventory(self, deadline: Deadline) -> dict[str, dict[str, Any]]:
+        """What an update may bring, by place (`dp0:pp0:pcp0:tp0`) and name; ranks that do not tell are left out."""
 
     async def reset(self, deadline: Deadline) -> None:
         """Fill every parameter with zeros."""
@@ -158,6 +161,12 @@ class OneRank:
         """Of this rank's parameters."""
         sums = await self._aside(lambda: self._worker.checksums(deadline=deadline))
         return keyed(sums, self._worker.parallel_config)
+
+    async def inventory(self, deadline: Deadline) -> dict[str, dict[str, Any]]:
+        """Of this rank's model."""
+        held = await self._aside(lambda: self._worker.inventory(deadline=deadline))
+        records = {one.names[0]: one.to_json() for one in held}
+        return {place_of(self._worker.parallel_config): records} if records else {}
 
     async def reset(self, deadline: Deadline) -> None:
         """Fill every parameter with zeros."""

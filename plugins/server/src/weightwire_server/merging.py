@@ -50,11 +50,25 @@ def merged_info(
         "backend": _common([info["backend"] for info in infos]),
         "rank": None,
         "world_size": world_size,
+        "cast": all(info["cast"] for info in infos),
+        "last_transfer": _last([info["last_transfer"] for info in infos]),
         "reason": "; ".join(absent.values()) or torn,
         "ranks": [
             {**(ranks.get(rank) or {"rank": rank, "state": "lost", "reason": absent[rank]}), "pid": pids.get(rank)}
             for rank in range(world_size)
         ],
+    }
+
+
+def _last(transfers: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
+    """The bytes of all ranks together, in the time of the slowest; None unless all have had a transfer."""
+    present = [transfer for transfer in transfers if transfer is not None]
+    if not present or len(present) < len(transfers):
+        return None
+    return {
+        "bytes": sum(transfer["bytes"] for transfer in present),
+        "seconds": max(transfer["seconds"] for transfer in present),
+        "at": max(transfer["at"] for transfer in present),
     }
 
 

@@ -1,6 +1,6 @@
 """The control routes: vLLM's paths, bodies and answers, and what weightwire adds to them.
 
-    POST /init_weight_transfer_engine      {"init_info": {...}}              GET /weight_info
+    POST /init_weight_transfer_engine      {"init_info": {...}}              GET /weight_info?parameters=
     POST /start_weight_update                                                GET /is_paused
     POST /start_draft_weight_update                                          GET /get_world_size?include_dp=
     POST /update_weights                   {"update_info": {...} or [...]}   GET /health
@@ -230,7 +230,10 @@ class _Control:
         return {"match": not differing, "mismatches": differing}
 
     async def _weight_info(self, inbound: Inbound) -> Answer:
-        return await self._host.info()
+        info = await self._host.info()
+        if inbound.flag("parameters", False) and (held := await self._host.inventory(inbound.deadline)):
+            info["parameters"] = held
+        return info
 
     async def _is_paused(self, inbound: Inbound) -> Answer:
         return {"is_paused": self._host.is_paused}

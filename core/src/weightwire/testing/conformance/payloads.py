@@ -9,7 +9,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor, nn
 
-from weightwire.layout import ParamMeta
+from weightwire.layout import ParamMeta, dtype_name
 
 Form = Literal["plain", "transposed", "strided", "offset", "expanded", "conjugated", "shared"]
 """How the trainer holds a tensor. `"shared"` ones lie in one storage, on both sides."""
@@ -122,7 +122,7 @@ class Model(nn.Module):
 
 def every_dtype() -> Payload:
     """Each dtype, in a shape of an odd number of elements; what takes one byte stands before what takes eight."""
-    return tuple(Item(f"layer.{str(dtype).partition('.')[2]}", (5, 13), dtype) for dtype in sorted(DTYPES, key=_width))
+    return tuple(Item(f"layer.of_{dtype_name(dtype)}", (5, 13), dtype) for dtype in sorted(DTYPES, key=_width))
 
 
 def _width(dtype: torch.dtype) -> int:
