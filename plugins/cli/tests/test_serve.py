@@ -169,7 +169,7 @@ def test_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(Mistake, match="empty is no Hugging Face model folder"):
         load_model(str(tmp_path / "empty"))
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(Mistake, match="pip install transformers"):
+    with pytest.raises(Mistake, match="weightwire-cli\\[huggingface\\]"):
         load_model(str(tmp_path / "model"))
 
 

@@ -232,7 +232,7 @@ def _pretrained(folder: Path) -> Any:
     try:
         import transformers
     except ModuleNotFoundError as error:
-        raise Mistake("a model folder needs another distribution: pip install transformers") from error
+        raise Mistake("a model folder needs another distribution: pip install 'weightwire-cli[huggingface]'") from error
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         names = [name for name in config.architectures or () if hasattr(transformers, name)]
