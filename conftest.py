@@ -1,4 +1,4 @@
-"""For every distribution's tests: hypothesis profiles, and `cuda` tests skipped where there is no device."""
+"""For every distribution's tests: hypothesis profiles, and what is skipped: `cuda` without a device, `thorough`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ settings.register_profile("thorough", settings.get_profile("dev"), max_examples=
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run the tests marked thorough too, as CI does")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--thorough"):
+        for item in items:
+            if item.get_closest_marker("thorough"):
+                item.add_marker(pytest.mark.skip(reason="takes long: ./dev test --thorough"))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return

@@ -244,6 +244,7 @@ STRICT: list[tuple[dict[str, Any], type[errors.PluginError]]] = [
     ({"backend": "nccl"}, errors.TransportConflict),
     ({"backend": "acme", "plugin": "1 / 0"}, errors.TransportBroken),
     ({"backend": "acme", "api": (2, 0)}, errors.TransportIncompatible),
+    ({"backend": "acme", "plugin": PLUGIN.replace("register({backend!r}", "register('other'")}, errors.TransportBroken),
 ]
 
 

@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, 1 where something is wrong with what is installed, 2 where the call is.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["check"]:
+        return _check(given[1:])
     if given and not given[0].startswith("-") and given[0] not in ("plugins", "doctor"):
         return _external(given[0], given[1:])
     options = _parser().parse_args(given)
@@ -73,7 +75,15 @@ def _parser() -> argparse.ArgumentParser:
     plugins.add_argument("--json", action="store_true", help="as JSON, for programs")
     doctor = commands.add_parser("doctor", help="say what is wrong with what is installed, at length")
     doctor.add_argument("name", nargs="?", help="one transport only")
+    commands.add_parser("check", help="hold a transport against the conformance kit", add_help=False)
     return parser
+
+
+def _check(arguments: list[str]) -> int:
+    # Here and not above: the kit imports torch, and the other commands do without.
+    from weightwire.testing.conformance.command import main as check
+
+    return check(arguments)
 
 
 def _plugins(*, as_json: bool) -> int:
@@ -151,8 +161,8 @@ def _doctor(name: str | None) -> int:
 def _torch() -> str:
     try:
         import torch
-    except ImportError as error:
-        return f"torch cannot be imported: {error}"
+    except Exception as error:  # noqa: BLE001 - torch reads others' metadata, and stumbles over what is damaged there
+        return f"torch cannot be imported: {type(error).__name__}: {error}"
     return f"torch {torch.__version__}, CUDA devices: {torch.cuda.device_count()}"
 
 
@@ -174,7 +184,7 @@ def _external(name: str, arguments: list[str]) -> int:
 
 def _missing(name: str) -> str:
     if name not in COMMANDS:
-        known = {"plugins", "doctor", *COMMANDS, *(entry.name for entry in entries(GROUP))}
+        known = {"plugins", "doctor", "check", *COMMANDS, *(entry.name for entry in entries(GROUP))}
         close = difflib.get_close_matches(name, known, n=1)
         return f"there is no command {name!r}" + (
             f"; did you mean {close[0]!r}?" if close else "; see weightwire --help"

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -36,6 +37,11 @@ FIRST_PARTY: Final[Mapping[str, str]] = {
 
 _OWN = {*FIRST_PARTY.values(), "weightwire", "weightwire-server", "weightwire-cli", "weightwire-vllm"}
 
+_VALUE = re.compile(r"\s*\w+(\.\w+)*\s*(:\s*\w+(\.\w+)*\s*)?(\[.*\]\s*)?")
+"""What an entry point may point at: a module, or something in it."""
+
+_UNREADABLE = (FileNotFoundError, KeyError, AttributeError, UnicodeDecodeError)
+
 State = Literal["found", "disabled", "conflict", "incompatible", "broken", "unavailable", "ready"]
 
 _ERRORS: Mapping[State, tuple[type[errors.PluginError], str]] = {
@@ -58,6 +64,7 @@ class Entry:
         version: Version of that distribution.
         requires: Its `Requires-Dist` lines.
         disabled: Which variable switches it off; empty if none does.
+        damage: Why it cannot be read, as a clause; its name is then its distribution's.
     """
 
     name: str
@@ -66,6 +73,7 @@ class Entry:
     version: str
     requires: tuple[str, ...] = ()
     disabled: str = ""
+    damage: str = ""
 
     def load(self) -> Any:
         """Import what the entry points at; whatever the import raises passes through."""
@@ -92,7 +100,7 @@ class Transport:
     state: State = "found"
     reason: str = ""
     remedy: str = ""
-    cause: Exception | None = field(default=None, compare=False, repr=False)
+    cause: BaseException | None = field(default=None, compare=False, repr=False)
 
     @property
     def names(self) -> frozenset[str]:
@@ -133,14 +141,59 @@ class Transport:
 def entries(group: str) -> tuple[Entry, ...]:
     """The entry points of a group, exact duplicates once, in order of name and distribution."""
     found = {}
-    for point in importlib_metadata.entry_points(group=group):
+    for point in _points(group):
         try:
             distribution, version = normalized(point.dist.metadata["Name"]), point.dist.version
-        except (FileNotFoundError, KeyError, AttributeError):
+        except _UNREADABLE:
             continue  # What an interrupted pip leaves behind is a folder, not a distribution.
         entry = Entry(point.name, point.value, distribution, version, tuple(point.dist.requires or ()))
         found[(entry.name, distribution, entry.value)] = replace(entry, disabled=_switched_off(entry))
     return tuple(entry for _, entry in sorted(found.items()))
+
+
+def _points(group: str) -> Iterable[Any]:
+    try:
+        return importlib_metadata.entry_points(group=group)
+    except Exception:  # noqa: BLE001 - one distribution's metadata cannot be read: the others' can
+        return [point for one in _distributions() for point in _read(one)[0] if point.group == group]
+
+
+def _distributions() -> Iterator[Any]:
+    """What is installed, each once, the first on the path before others of its name."""
+    seen: set[str] = set()
+    for one in importlib_metadata.distributions():
+        try:
+            name = normalized(one.metadata["Name"])
+        except _UNREADABLE:
+            continue
+        if name not in seen:
+            seen.add(name)
+            yield one
+
+
+def _read(one: Any) -> tuple[Iterable[Any], str]:
+    """The entry points of one distribution, or none and why they cannot be read."""
+    try:
+        return list(one.entry_points), ""
+    except Exception as error:  # noqa: BLE001 - whatever a parser makes of a damaged file
+        return [], f"its entry_points.txt cannot be read: {type(error).__name__}: {error}"
+
+
+@functools.cache
+def _damaged() -> tuple[Entry, ...]:
+    """A stand-in for each distribution whose entry points cannot be read and that is of weightwire's kind.
+
+    Whether it declares a transport nobody can tell; one that requires weightwire may, and says so.
+    """
+    try:
+        importlib_metadata.entry_points()
+    except Exception:  # noqa: BLE001 - as in _points
+        return tuple(
+            Entry(name := normalized(one.metadata["Name"]), "", name, one.version, damage=damage)
+            for one in _distributions()
+            if (damage := _read(one)[1]) and any(re.match(r"weightwire\b", line) for line in one.requires or ())
+        )
+    return ()
 
 
 def _listed(variable: str) -> set[str] | None:
@@ -168,6 +221,7 @@ def _scan() -> tuple[Transport, ...]:
     grouped: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries(GROUP):
         grouped.setdefault((entry.distribution, entry.value), []).append(entry)
+    grouped |= {(entry.distribution, ""): [replace(entry, disabled=_switched_off(entry))] for entry in _damaged()}
     return tuple(_judged(group) for _, group in sorted(grouped.items()))
 
 
@@ -182,11 +236,16 @@ def _judged(group: Sequence[Entry]) -> Transport:
         reason = f"it requires {requirement!r} and weightwire {__version__} is installed"
         remedy = f"pip install --upgrade weightwire {transport.distribution}"
         return replace(transport, state="incompatible", reason=reason, remedy=remedy)
+    damage = transport.entry.damage
+    if not damage and (not all(transport.names) or not _VALUE.fullmatch(transport.entry.value)):
+        damage = f"its entry point {name!r} points at {transport.entry.value!r}, which is no module"
+    if damage:
+        return replace(transport, state="broken", reason=damage, remedy=f"reinstall {transport.distribution}")
     return transport
 
 
 def transports() -> tuple[Transport, ...]:
-    """The installed transports: found, disabled, in conflict or incompatible. None is imported for it."""
+    """The installed transports: found, disabled, in conflict, incompatible or broken. None is imported for it."""
     return tuple(_beside_others(transport) for transport in _scan())
 
 
@@ -228,4 +287,5 @@ def refresh() -> None:
     """Forget the scan: what was installed, removed or switched off since is seen by the next look."""
     importlib.invalidate_caches()
     entries.cache_clear()
+    _damaged.cache_clear()
     _scan.cache_clear()

@@ -6,15 +6,22 @@ version, the hooks, the names, and last whether it can work here as the role tha
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import time
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Final, cast
 
 import pluggy
 
 from weightwire import API_VERSION
 from weightwire.discovery import Transport, transports
-from weightwire.hookspecs import PROJECT, Role, TransportHooks, TransportSpec
+from weightwire.errors import TransportBroken
+from weightwire.hookspecs import PROJECT, Availability, Role, TransportHooks, TransportSpec
+
+SLOW_SECONDS: Final = 1.0
+"""A plugin module that takes longer to import holds up every command, and is named for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +32,20 @@ class Plugin:
         transport: Its record, with the name and aliases that the plugin declares.
         spec: What it declares.
         hooks: Its hooks, answered by nobody else.
+        seconds: How long its module took to import.
     """
 
     transport: Transport
     spec: TransportSpec
     hooks: TransportHooks
+    seconds: float
 
     def usable(self, role: Role) -> Transport:
         """The transport's record in state ready, unavailable or broken."""
         try:
             answer = self.hooks.weightwire_available(role=role)
+            if not isinstance(answer, Availability | None):
+                raise TypeError(f"it answered {answer!r}, not an Availability")
         except Exception as error:  # noqa: BLE001 - a plugin may raise anything
             return _broken(self.transport, error, "weightwire_available")
         if answer is None or answer.usable:
@@ -45,11 +56,13 @@ class Plugin:
         """Module and class of the engine of each backend name, for one role; nothing is imported.
 
         Raises:
-            TransportBroken: The hook raised; its exception is chained.
+            TransportBroken: The hook raised, its exception is chained; or it names a backend that is not its own.
         """
         found: dict[str, tuple[str, str]] = {}
 
         def register(name: str, module_path: str, class_name: str) -> None:
+            if name not in self.transport.names:
+                raise ValueError(f"{name!r} is not this transport's: it is {' or '.join(sorted(self.transport.names))}")
             found[name] = (module_path, class_name)
 
         hooks = self.hooks
@@ -73,7 +86,7 @@ def examine(transport: Transport) -> Plugin | Transport:
         The plugin, or the transport's record with the state in which it got stuck. A success is kept, a
         failure is tried again next time.
     """
-    if transport.state in ("disabled", "incompatible"):
+    if transport.state in ("disabled", "incompatible", "broken"):
         return transport
     if transport not in _loaded:
         result = _load(transport)
@@ -101,13 +114,30 @@ def survey() -> list[tuple[Transport, TransportSpec | None]]:
     It is ready where one role at least can use it; the reason then names the role that cannot.
     """
     found: list[tuple[Transport, TransportSpec | None]] = []
-    for transport in transports():
-        result = transport if transport.state == "conflict" else examine(transport)
-        if isinstance(result, Transport):
-            found.append((result, None))
-        else:
-            found.append((_either(result.usable("worker"), result.usable("trainer")), result.spec))
+    # What a module prints while it is imported is no part of the answer, which may be JSON.
+    with contextlib.redirect_stdout(sys.stderr):
+        for transport in transports():
+            result = transport if transport.state == "conflict" else examine(transport)
+            found.append((result, None) if isinstance(result, Transport) else (_reached(result), result.spec))
     return found
+
+
+def _reached(plugin: Plugin) -> Transport:
+    transport = _either(_as_role(plugin, "worker"), _as_role(plugin, "trainer"))
+    if transport.state == "ready" and not transport.reason and plugin.seconds > SLOW_SECONDS:
+        words = f"its module took {plugin.seconds:.1f} s to import, which every command waits for"
+        return replace(transport, reason=words, remedy="have it import its engines, and torch, only when they are used")
+    return transport
+
+
+def _as_role(plugin: Plugin, role: Role) -> Transport:
+    state = plugin.usable(role)
+    try:
+        if not plugin.engines(role) and state.state == "ready":
+            return replace(state, state="unavailable", reason=f"it has no {role} engine")
+    except TransportBroken as error:
+        return _broken(plugin.transport, error.__cause__, f"weightwire_register_{role}_engines")
+    return state
 
 
 def _either(worker: Transport, trainer: Transport) -> Transport:
@@ -127,18 +157,20 @@ def strict() -> bool:
 
 def check_all() -> None:
     """Raise for the first installed transport that is in conflict, incompatible or broken."""
-    for transport in transports():
-        result = transport if transport.state == "conflict" else examine(transport)
-        if isinstance(result, Transport) and result.state != "disabled":
-            raise result.error()
+    for transport, _ in survey():
+        if transport.state in ("conflict", "incompatible", "broken"):
+            raise transport.error()
 
 
 def _load(transport: Transport) -> Plugin | Transport:
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(TransportHooks)
     hooks = cast(TransportHooks, manager.hook)
+    began = time.perf_counter()
     try:
-        manager.register(transport.entry.load(), name=transport.qualified)
+        module = _imported(transport)
+        seconds = time.perf_counter() - began
+        manager.register(module, name=transport.qualified)
         spec = hooks.weightwire_transport()
         if not isinstance(spec, TransportSpec):
             raise TypeError(f"weightwire_transport answered {spec!r}, not a TransportSpec")
@@ -155,7 +187,14 @@ def _load(transport: Transport) -> Plugin | Transport:
     if declared != transport.names:
         reason = f"it declares {sorted(declared)} and its entry points say {sorted(transport.names)}"
         return replace(transport, state="broken", reason=reason, remedy=f"reinstall {transport.distribution}")
-    return Plugin(replace(transport, name=spec.backend, aliases=tuple(spec.aliases)), spec, hooks)
+    return Plugin(replace(transport, name=spec.backend, aliases=spec.aliases), spec, hooks, seconds)
+
+
+def _imported(transport: Transport) -> object:
+    try:
+        return transport.entry.load()
+    except SystemExit as error:
+        raise RuntimeError(f"it tried to end the process with {error!r}") from error
 
 
 def _incompatible(transport: Transport, reason: str, cause: Exception | None = None) -> Transport:
@@ -163,7 +202,7 @@ def _incompatible(transport: Transport, reason: str, cause: Exception | None = N
     return replace(transport, state="incompatible", reason=reason, remedy=remedy, cause=cause)
 
 
-def _broken(transport: Transport, error: Exception, where: str) -> Transport:
+def _broken(transport: Transport, error: BaseException | None, where: str) -> Transport:
     reason = f"{where} raised {type(error).__name__}: {error}"
     remedy = f"weightwire doctor {transport.name} shows where"
     return replace(transport, state="broken", reason=reason, remedy=remedy, cause=error)

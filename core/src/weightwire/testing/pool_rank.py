@@ -194,8 +194,12 @@ class RankServer:
     def tidy(self) -> list[str]:
         """Disarm, forget the state, and say what a test left behind once it had `GRACE` seconds to end."""
         self._faults.clear()
+        failed = []
         while _at_tidy:
-            _at_tidy.pop()()
+            try:
+                _at_tidy.pop()()
+            except Exception as error:  # noqa: BLE001 - whatever is tested may raise anything; it is told
+                failed.append(f"clearing up raised {type(error).__name__}: {error}")
         end = time.monotonic() + GRACE
         while self._running and time.monotonic() < end:
             time.sleep(0.002)
@@ -203,7 +207,7 @@ class RankServer:
         gc.collect()
         while (left := self._leftovers()) and time.monotonic() < end:
             time.sleep(0.01)
-        return left
+        return failed + left
 
     def _leftovers(self) -> list[str]:
         found = [f"call {name} is still running" for name in list(self._running.values())]
