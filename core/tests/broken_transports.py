@@ -148,6 +148,11 @@ class SwallowsTheError(DiskTrainerWeightTransferEngine):
                     yield meta, torch.zeros(meta.shape, dtype=meta.dtype)
 
 
+class SenderIgnoresTheDeadline(DiskTrainerWeightTransferEngine):
+    def transmit(self, number: int, deadline: Deadline) -> int:
+        return super().transmit(number, Deadline(30.0))
+
+
 class OneSenderOnly(DiskTrainerWeightTransferEngine):
     def connect(self, deadline: Deadline) -> None:
         if self.fleet.senders != (0,):
@@ -167,6 +172,7 @@ class OtherSendersLost(DiskTrainerWeightTransferEngine):
 
 TRAINERS: dict[str, type[Any]] = {
     "swallows_the_error": SwallowsTheError,
+    "sender_ignores_the_deadline": SenderIgnoresTheDeadline,
     "wrong_dtype": WrongDtype,
     "one_sender_only": OneSenderOnly,
     "other_senders_lost": OtherSendersLost,

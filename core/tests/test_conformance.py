@@ -21,6 +21,7 @@ FOUND = {
         "failure/deadline-trainer-held",
         r"worker rank 0 is still receiving .* ignores its deadline",
     ),
+    "sender_ignores_the_deadline": ("failure/deadline-only-worker-held", r"which it ignores.* did not end within"),
     "leaks_a_descriptor": ("leak/flat-over-100-rounds", r"worker rank 0 leaks: .* descriptors went .*/dev/null"),
     "commits_early": ("failure/nothing-live-before-the-vote", r"worker rank \d before the vote: it serves the new"),
     "tears_on_abort": ("failure/error-at-worker-received", r"worker rank 1 .*its weights are torn: \d old .* \d new"),

@@ -79,17 +79,19 @@ def _model_does_not_fit(stage: Stage, holds: Payload, name: str) -> None:
         scene.check_old(scene.workers, 1, after=what)
 
 
-def _deadline_with_a_worker_held(stage: Stage, point: str) -> None:
-    scene = two_servers(stage)
-    scene.workers[1].at(point, "hold")
+def _deadline_with_a_worker_held(stage: Stage, point: str, servers: tuple[int, ...] = (1, 1)) -> None:
+    scene = stage.scene(blocks(), servers=servers)
+    scene.push(1)
+    held = scene.workers[-1]
+    held.at(point, "hold")
     began = time.monotonic()
     (sending,) = scene.send(2, timeout=_DEADLINE)
-    comes_to(scene.workers[1], point, "worker rank 1")
-    what = f"with worker rank 1 held at {point} and a deadline of {_DEADLINE:g} s, which it ignores,"
+    comes_to(held, point, scene.label(held))
+    what = f"with {scene.label(held)} held at {point} and a deadline of {_DEADLINE:g} s, which it ignores,"
     error = scene.error_of(sending, what, began + _DEADLINE + NOTICED - time.monotonic())
     if not isinstance(error, TimeoutError):
         raise Nonconforming(f"{what}: send_weights raised no TimeoutError but {type(error).__name__}: {error}")
-    scene.workers[1].let_go(point)
+    held.let_go(point)
     scene.check_old(scene.workers, 2, after="after the deadline", seconds=2 * NOTICED)
     scene.push(2)
 
@@ -176,7 +178,11 @@ CHECKS: Final = (
         for title, holds, name in _FITS
     ),
     Check("failure", "nothing-live-before-the-vote", _nothing_is_live_before_the_vote),
-    Check("failure", "deadline-worker-held-at-begin", partial(_deadline_with_a_worker_held, point="worker.begin")),
+    Check(
+        "failure",
+        "deadline-only-worker-held",
+        partial(_deadline_with_a_worker_held, point="worker.begin", servers=(1,)),
+    ),
     Check("failure", "deadline-worker-held", partial(_deadline_with_a_worker_held, point=FIRST_TENSOR)),
     Check("failure", "deadline-worker-held-at-vote", partial(_deadline_with_a_worker_held, point="worker.vote")),
     Check("failure", "deadline-trainer-held", _deadline_with_the_trainer_held),
