@@ -67,7 +67,7 @@ class Communicator(ABC):
         """A round begins: the fault point `communicator.first_piece` is reached once more."""
 
     @abstractmethod
-    def send(self, buffers: Sequence[Tensor], to: Sequence[int], *, deadline: Deadline, keep: object = None) -> Handle:
+    def send(self, buffers: Sequence[Tensor], to: Sequence[int], *, deadline: Deadline) -> Handle:
         """Queue a message for every rank in `to`; blocks while a destination's window is full.
 
         A destination that fails on the way does not keep the others from getting all of it: the error comes after
@@ -78,7 +78,6 @@ class Communicator(ABC):
                 done.
             to: Ranks.
             deadline: Deadline of the public call.
-            keep: Anything that must live until the bytes have moved.
 
         Raises:
             ValueError: Not such a buffer, or no such rank.
@@ -218,16 +217,16 @@ class TorchCommunicator(Communicator):
         """Let the next piece that moves be the first of a round."""
         self._traffic.round_is_new = True
 
-    def send(self, buffers: Sequence[Tensor], to: Sequence[int], *, deadline: Deadline, keep: object = None) -> Handle:
+    def send(self, buffers: Sequence[Tensor], to: Sequence[int], *, deadline: Deadline) -> Handle:
         """See `Communicator.send`."""
         flows = self._known(self._outgoing, to)
         if self._collective and len(to) != len(self._outgoing):
             raise ValueError(f"a collective send goes to all of {sorted(self._outgoing)}, not to {list(to)}")
-        return self._queue(buffers, flows, self._wire.send, deadline, keep)
+        return self._queue(buffers, flows, self._wire.send, deadline)
 
     def receive(self, buffers: Sequence[Tensor], source: int, *, deadline: Deadline) -> Handle:
         """See `Communicator.receive`."""
-        return self._queue(buffers, self._known(self._incoming, [source]), self._wire.receive, deadline, None)
+        return self._queue(buffers, self._known(self._incoming, [source]), self._wire.receive, deadline)
 
     def _known(self, known: dict[int, Flow], peers: Sequence[int]) -> list[Flow]:
         if not peers or len(set(peers)) != len(peers) or not known.keys() >= set(peers):
@@ -240,7 +239,6 @@ class TorchCommunicator(Communicator):
         flows: list[Flow],
         start: Callable[[Sequence[Tensor], Sequence[int], float], Sequence[Parcel]],
         deadline: Deadline,
-        keep: object,
     ) -> Handle:
         for buffer in buffers:
             self._check_buffer(buffer)
@@ -255,7 +253,7 @@ class TorchCommunicator(Communicator):
                     break
                 timeout = min(deadline.remaining() + 1.0, self._longest)
                 for flow, parcel in zip(ready, start(pieces, [flow.peers[0] for flow in ready], timeout), strict=True):
-                    parcel.keep += (pieces, keep)
+                    parcel.keep.append(pieces)
                     traffic.post(flow, parcel)
         for flow in flows:
             flow.check()

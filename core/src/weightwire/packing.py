@@ -161,11 +161,7 @@ def chunk_views(buffer: Tensor, chunk: Chunk, metadata: Sequence[ParamMeta]) -> 
         chunk: A chunk.
         metadata: What it was planned from.
     """
-    views: list[tuple[str, Tensor]] = []
-    for items in _runs(chunk):
-        names = [metadata[item.index].name for item in items]
-        views += zip(names, _rows(buffer, items, metadata).unbind(0), strict=True)
-    return views
+    return unpack_chunk(buffer, chunk, metadata, {})[1]
 
 
 def unpack_chunk(
