@@ -239,6 +239,10 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
             TransferError: Not initialised, or the data plane failed.
         """
 
+    def report_details(self) -> dict[str, Any]:
+        """What this transport adds, as JSON, to what the trainer's report says of this rank's part in a round."""
+        return {}
+
     def disconnect(self, *, error: BaseException | None = None) -> None:
         """Take the data plane down; with `error` it has failed and must not be waited for."""
 

@@ -30,6 +30,7 @@ class Membership:
         trainers: How many trainer ranks there are.
         senders: Those that send.
         epoch: Number of the present link.
+        secret: What every member of a link has to prove, 16 bytes.
 
     Raises:
         MessageError: World size, ranks or secret do not add up.
@@ -41,7 +42,7 @@ class Membership:
         self.trainers = trainer_count(info)
         self.senders = senders_of(metadata, trainers=self.trainers)
         self.epoch = -1
-        self._secret = shared_secret(info, trainers=self.trainers)
+        self.secret = shared_secret(info, trainers=self.trainers)
         mesh_ranks = getattr(source, "mesh_ranks", None)
         beyond = sorted(rank for rank in (mesh_ranks() if callable(mesh_ranks) else ()) if rank >= self.trainers)
         if beyond:
@@ -63,7 +64,7 @@ class Membership:
         assert self._listener is not None
         return {
             "epoch": self.epoch,
-            "secret": self._secret.hex(),
+            "secret": self.secret.hex(),
             "address": self._info.master_address,
             "port": self._listener.getsockname()[1],
             "senders": list(self.senders),
@@ -89,7 +90,7 @@ class Membership:
             listen_socket=self._listener.dup(),
             trainers=self.trainers,
             workers=workers,
-            secret=self._secret,
+            secret=self.secret,
             epoch=self.epoch,
             peer_timeout=info.peer_timeout,
         )
@@ -104,7 +105,7 @@ class Membership:
                     address=info.master_address,
                     port=info.master_port,
                     rank=info.rank,
-                    secret=self._secret,
+                    secret=self.secret,
                     epoch=self.epoch,
                     deadline=deadline,
                 )

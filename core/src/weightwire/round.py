@@ -217,7 +217,9 @@ class Round:
             "swapped": commit.swapped,
             "copied": commit.copied,
             "patched": commit.patched,
+            "adopted": commit.adopted,
             "allocated_bytes": commit.allocated_bytes,
+            **self._engine.report_details(),
         }
         link.done(self.number, {"bytes": self.bytes, "seconds": self.seconds, "details": details})
 

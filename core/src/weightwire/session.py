@@ -33,6 +33,7 @@ from weightwire.errors import (
     OrderError,
     Superseded,
     TransferAborted,
+    WeightwireError,
     describe,
 )
 
@@ -89,6 +90,11 @@ class Answer:
         """Raise what the first call raised, if it did."""
         if self.error is not None:
             raise self.error
+
+
+def _without_traceback(error: BaseException) -> BaseException:
+    """An error to keep: the one that was raised holds, through its frames, all that the failed call had in hand."""
+    return type(error).from_json(error.to_json()) if isinstance(error, WeightwireError) else error
 
 
 class UpdateSession:
@@ -341,7 +347,7 @@ class UpdateSession:
 
     def _end(self, error: BaseException | None) -> None:
         if self._update_id is not None and error is not None:
-            self._ended[self._update_id] = error
+            self._ended[self._update_id] = _without_traceback(error)
             self._answers.setdefault(self._update_id, {})
             self._forget_oldest()
         self._open, self._lease, self._update_id = False, None, None
@@ -356,7 +362,7 @@ class UpdateSession:
     def _remember(self, update_id: str | None, key: tuple[str, int | None], error: BaseException | None) -> None:
         if update_id is None or key == ("update", None):  # nothing tells a repetition from a second message
             return
-        self._answers.setdefault(update_id, {})[key] = error
+        self._answers.setdefault(update_id, {})[key] = None if error is None else _without_traceback(error)
         self._answers.move_to_end(update_id)
         self._forget_oldest()
 

@@ -1,0 +1,253 @@
+"""A worker's half of the link to one sender: the memory it was handed, and one round after the other.
+
+waiting   for the sender to say that the round begins; segments, tables and the ring come in this state
+taking    fills of the ring
+done      the sender knows that nothing more is needed
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from weightwire import faults
+from weightwire.deadline import Deadline
+from weightwire.errors import HandshakeError, TransferError
+from weightwire.layout import ParamMeta
+from weightwire.packing import ALIGNMENT
+from weightwire_ipc.channel import Channel, Message, Signal
+from weightwire_ipc.landing import Landing, Lying
+from weightwire_ipc.memory import PAGE, Mapping
+from weightwire_ipc.ring import Fill, Slots, plan_fills, slot_stride
+from weightwire_ipc.table import RING, Layout, check_table
+
+_LARGEST = 1 << 48
+_COMPARED_PAGES = 256
+
+
+class Intake:
+    """What one sender has handed over.
+
+    Args:
+        channel: The connection.
+        rows: The sender's parameters: place among all, and metadata.
+    """
+
+    def __init__(self, channel: Channel, rows: Sequence[tuple[int, ParamMeta]]) -> None:
+        self.channel = channel
+        self._rows = list(rows)
+        self._metas = [meta for _, meta in rows]
+        self._segments: dict[int, Mapping] = {}
+        self._table: torch.Tensor | None = None
+        self._lying: Lying | None = None
+        self._ring: _Ring | None = None
+        self._ring_rows: list[tuple[int, ParamMeta]] = []
+        self._fills: list[Fill] = []
+        self._left: list[Fill] = []
+        self._adopted: Mapping | None = None
+        self._landing: Landing | None = None
+        self.number = -1
+        self.adopted = 0
+        """Parameters that were adopted in this round."""
+
+    # A round
+
+    def expect(self, number: int, landing: Landing) -> None:
+        """Begin round `number`."""
+        self.number, self._landing, self.adopted = number, landing, 0
+
+    def waits_for(self) -> list[Channel | int]:
+        """What to poll: something is to do once one of these can be read."""
+        return [self.channel] if not self._left or self._ring is None else [self.channel, self._ring.filled.fd]
+
+    def advance(self, deadline: Deadline) -> bool:
+        """Do what can be done without waiting; returns whether the round is over here.
+
+        Raises:
+            PeerLost: The sender is gone.
+            HandshakeError, TransferError: It says what does not fit.
+        """
+        while self._landing is not None:
+            message = self.channel.poll()
+            if message is not None:
+                try:
+                    self._hear(message, deadline)
+                finally:
+                    message.close()
+            elif not self._left:
+                return False
+            if self._left and not self._take(deadline) and message is None:
+                return False
+        return True
+
+    def _hear(self, message: Message, deadline: Deadline) -> None:
+        record = message.record
+        if self._left:
+            raise TransferError(f"{self.channel.peer} said {record!r} within a round", transport="ipc")
+        match record:
+            case {"segment": int(number), "memory": int(nbytes)} if number not in self._segments:
+                (fd,) = self._descriptors(message, 1)
+                _require_size(nbytes, "a segment")
+                self._segments[number] = Mapping(fd, nbytes, what=f"segment {number} of {self.channel.peer}")
+            case {"drop": int(number)} if number in self._segments:
+                del self._segments[number]
+                self._lying = None
+            case {"table": int(length)}:
+                (fd,) = self._descriptors(message, 1)
+                self._learn(fd, length)
+            case {"ring": int(slot_bytes), "count": int(count)} if self._ring is None and slot_bytes > 0 and count > 0:
+                _require_size(slot_bytes * count, "the ring")
+                self._ring = _Ring(self._descriptors(message, 3), slot_bytes, count, self.channel.peer)
+                self._plan()
+            case {"round": int(number)} if number == self.number:
+                self._begin(message, deadline)
+            case _:
+                raise TransferError(f"{self.channel.peer} said {record!r}, which does not fit", transport="ipc")
+
+    def _descriptors(self, message: Message, count: int) -> list[int]:
+        if len(message.descriptors) != count:
+            words = f"{self.channel.peer} sent {len(message.descriptors)} descriptors with {message.record!r}"
+            raise HandshakeError(words, transport="ipc")
+        taken, message.descriptors = message.descriptors, []
+        return taken
+
+    def _learn(self, fd: int, length: int) -> None:
+        mapping = Mapping(fd, 16 * len(self._rows), what="the table of parameters")
+        if length != len(self._rows):
+            raise HandshakeError(f"a table of {length} rows came for {len(self._rows)} parameters", transport="ipc")
+        self._table = mapping.window().clone().view(torch.int64).view(length, 2)
+        check_table(self._table, self._metas, {number: one.nbytes for number, one in self._segments.items()})
+        self._ring_rows = [
+            row for row, ring in zip(self._rows, (self._table[:, 0] == RING).tolist(), strict=True) if ring
+        ]
+        self._lying = None
+        self._plan()
+
+    def _plan(self) -> None:
+        slot_bytes = self._ring.slot_bytes if self._ring is not None else None
+        self._fills = [] if slot_bytes is None else plan_fills([meta for _, meta in self._ring_rows], slot_bytes)
+
+    def _begin(self, message: Message, deadline: Deadline) -> None:
+        landing = self._landing
+        assert landing is not None
+        if "adopt" in message.record:
+            self._adopt(message, landing)
+            self._left = []
+        else:
+            if self._table is None or (self._ring_rows and self._ring is None):
+                raise TransferError(f"{self.channel.peer} begins a round and has not said where its weights are")
+            self._read(landing)
+            self._left = list(self._fills)
+        if not self._left:
+            self._finish(deadline)
+
+    def _finish(self, deadline: Deadline) -> None:
+        self.channel.send({"read": self.number}, deadline=deadline)
+        self._landing = None
+
+    # Ways in
+
+    def _read(self, landing: Landing) -> None:
+        """Copy what lies in segments."""
+        table = self._table
+        assert table is not None
+        if self._lying is None:
+            lies = [(row, *place) for row, place in zip(self._rows, table.tolist(), strict=True) if place[0] != RING]
+            windows = {number: self._segments[number].window() for number in {number for _, number, _ in lies}}
+            memory = [windows[number] for _, number, _ in lies]
+            self._lying = Lying([row for row, _, _ in lies], memory, [offset for _, _, offset in lies])
+        if self._lying.rows:
+            if landing.loads(self._lying.names):
+                for mapping in self._segments.values():
+                    mapping.lent = True
+            landing.read(self._lying)
+            faults.reach("ipc.copied")
+
+    def _adopt(self, message: Message, landing: Landing) -> None:
+        mapping = self._segments.get(message.record["adopt"])
+        (hold,) = self._descriptors(message, 1)
+        layout = Layout(self._metas, align=ALIGNMENT)
+        if mapping is None or mapping.nbytes != layout.nbytes:
+            os.close(hold)
+            raise HandshakeError(f"{self.channel.peer} wants what it has not handed over adopted", transport="ipc")
+        window = mapping.window(partial(os.close, hold))
+        mapping.lent = True
+        lying = Lying(self._rows, [window] * len(self._rows), layout.offsets)
+        if landing.adopts:
+            landing.adopt(lying)
+            self._adopted, self.adopted = mapping, len(self._rows)
+        else:
+            landing.read(lying)
+        faults.reach("ipc.adopted")
+
+    def _take(self, deadline: Deadline) -> bool:
+        """Take the fills that are there; returns whether any was."""
+        ring, landing, took = self._ring, self._landing, False
+        assert ring is not None and landing is not None
+        while self._left and ring.filled.take():
+            deadline.check()
+            landing.take(ring.slots.next(), self._left.pop(0), self._ring_rows)
+            ring.slots.settle()
+            ring.free.give()
+            took = True
+        if not self._left:
+            self._finish(deadline)
+        return took
+
+    # Between rounds
+
+    def strays(self) -> list[str]:
+        """Parameters that were written here in adopted memory, each reported once.
+
+        Idle memory in which that has happened, or in which nobody can tell, is mapped anew.
+        """
+        found: list[str] = []
+        for mapping in self._segments.values():
+            pages = mapping.strays() if mapping.lent else []
+            if mapping is self._adopted:
+                found += self._names_of(mapping, [page for page in pages or [] if page not in mapping.reported])
+                mapping.reported.update(pages or [])
+            elif pages != []:
+                mapping.renew()
+                self._lying = None
+        return found
+
+    def _names_of(self, mapping: Mapping, pages: Sequence[int]) -> list[str]:
+        """The parameters that were written in these pages; beyond a number of them, those that lie there."""
+        layout = Layout(self._metas, align=ALIGNMENT)
+        if len(pages) > _COMPARED_PAGES:
+            return layout.names_in(pages, PAGE)
+        return layout.names_at([at for page in pages for at in mapping.differences(page)])
+
+    def close(self) -> None:
+        """Hang up; what was adopted stays where it is. Idempotent."""
+        self.channel.close()
+        self._segments.clear()
+        self._lying = None
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
+
+
+class _Ring:
+    """The ring as a worker has it."""
+
+    def __init__(self, descriptors: Sequence[int], slot_bytes: int, count: int, peer: str) -> None:
+        memory, filled, free = descriptors
+        self.slot_bytes = slot_bytes
+        self.filled, self.free = Signal(filled), Signal(free)
+        mapping = Mapping(memory, count * slot_stride(slot_bytes), what=f"the ring of {peer}")
+        self.slots = Slots(mapping.window(), slot_bytes, count)
+
+    def close(self) -> None:
+        self.filled.close()
+        self.free.close()
+
+
+def _require_size(nbytes: Any, what: str) -> None:
+    if not 0 <= nbytes < _LARGEST:
+        raise HandshakeError(f"{what} of {nbytes} bytes is refused", transport="ipc")

@@ -1,0 +1,227 @@
+"""One round of one sender: which way each parameter goes, and the copies that this takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from weightwire import faults
+from weightwire.checksums import Checksums
+from weightwire.deadline import Deadline
+from weightwire.layout import ParamMeta
+from weightwire.packing import ALIGNMENT
+from weightwire.source import as_bytes
+from weightwire_ipc import sharing
+from weightwire_ipc.copying import copy_bytes, copy_spans, spans
+from weightwire_ipc.exports import Exports
+from weightwire_ipc.feed import Feed
+from weightwire_ipc.guard import unchanged
+from weightwire_ipc.messages import IPCTrainerInitInfo
+from weightwire_ipc.ring import Fill, plan_fills
+from weightwire_ipc.table import RING, Layout, locate
+
+Batch = tuple[list[int], list[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """The way that each parameter goes.
+
+    Attributes:
+        pointers: Where the parameters were; None where they are made anew in every round.
+        segments: Shared segments that some lie in.
+        table: Row by row, place in `segments` and offset.
+        through: Rows that go through the ring.
+        fills: What the ring carries; its rows are places in `through`.
+    """
+
+    pointers: list[int] | None
+    segments: list[sharing.SharedSegment]
+    table: torch.Tensor
+    through: list[int]
+    fills: list[Fill]
+
+
+class Outgoing:
+    """What a sender keeps from round to round, whatever becomes of its links.
+
+    Args:
+        owned: What this rank owns: place among all parameters, and metadata.
+        rank: This trainer rank, which sends what it is the first owner of.
+    """
+
+    def __init__(self, owned: Sequence[tuple[int, ParamMeta]], rank: int) -> None:
+        self.owned = len(owned)
+        self.rows = [row for row in owned if row[1].first_owner == rank]
+        self.metas = [meta for _, meta in self.rows]
+        self.row_of = {place: row for row, (place, _) in enumerate(self.rows)}
+        self.sizes = torch.tensor([meta.nbytes for meta in self.metas], dtype=torch.int64)
+        self.nbytes = int(self.sizes.sum())
+        self.layout = Layout(self.metas, align=ALIGNMENT)
+        self.exports = Exports(self.layout.nbytes)
+        self._route: Route | None = None
+
+    def mine(self, batch: Batch) -> list[tuple[int, torch.Tensor]]:
+        """Row and tensor of those that this rank sends."""
+        places, tensors = batch
+        if len(places) == len(self.rows) == self.owned:
+            return list(enumerate(tensors))
+        rows = map(self.row_of.get, places)
+        return [(row, tensor) for row, tensor in zip(rows, tensors, strict=True) if row is not None]
+
+    def route(self, tensors: Sequence[torch.Tensor] | None, slot_bytes: int) -> Route:
+        """The way of `tensors`, one for each row; None if they are not there all at once."""
+        segments = sharing.segments()
+        pointers = list(map(torch.Tensor.data_ptr, tensors)) if segments and tensors is not None else None
+        known = self._route
+        if known is not None and known.pointers == pointers and (pointers is None or known.segments == segments):
+            return known
+        if pointers is None:
+            segments, table = [], torch.full((len(self.rows), 2), RING, dtype=torch.int64)
+        else:
+            table = locate(pointers, self.sizes, [(one.start, one.nbytes) for one in segments])
+        through = (table[:, 0] == RING).nonzero().flatten().tolist()
+        fills = plan_fills([self.metas[row] for row in through], slot_bytes)
+        self._route = Route(pointers, segments, table, through, fills)
+        return self._route
+
+    def close(self) -> None:
+        """Give the exported segments up."""
+        self.exports.close()
+
+
+class Sending:
+    """One round.
+
+    Args:
+        outgoing: What is sent.
+        feed: To whom.
+        info: Whether workers adopt, and the size of the ring.
+        checksums: Notes what is sent, by place among all parameters.
+        progress: Told the place of the latest parameter, and the bytes so far.
+        deadline: Of the public call.
+
+    Attributes:
+        path: The way the bytes took, in words.
+    """
+
+    def __init__(
+        self,
+        outgoing: Outgoing,
+        feed: Feed,
+        info: IPCTrainerInitInfo,
+        checksums: Checksums,
+        progress: Callable[[int, int], None],
+        deadline: Deadline,
+    ) -> None:
+        self._outgoing = outgoing
+        self._feed = feed
+        self._info = info
+        self._checksums = checksums
+        self._progress = progress
+        self._deadline = deadline
+        self._sent = 0
+        self.path = ""
+
+    def run(self, batches: Iterator[Batch], number: int) -> int:
+        """Bring everything to all workers; returns the bytes.
+
+        Raises:
+            PeerLost: A worker is gone.
+            TransferError: The weights changed meanwhile, or memory is lacking.
+        """
+        first = next(batches, ([], []))
+        whole = first if len(first[0]) == self._outgoing.owned else None
+        batches = itertools.chain([first], batches)
+        with ExitStack() as stack:
+            if whole is not None:
+                # All tensors are there from the beginning to the end: they must not change on the way.
+                stack.enter_context(unchanged(whole[1]))
+            if self._info.adopt:
+                self._export(batches, number)
+            else:
+                self._hand_out(batches, whole, number)
+            self._feed.finish(number, self._deadline)
+        return self._outgoing.nbytes
+
+    def _export(self, batches: Iterator[Batch], number: int) -> None:
+        """Copy everything into a segment that nobody looks at, then have the workers take it over."""
+        outgoing = self._outgoing
+        export = outgoing.exports.idle()
+        for batch in batches:
+            arrived = outgoing.mine(batch)
+            self._copy(arrived, export.file.memory)
+            self._note(arrived)
+        self._feed.keep(outgoing.exports.files(), self._deadline)
+        segment = self._feed.give(export.file, self._deadline)
+        self._feed.begin(number, self._deadline, adopt=segment, hold=export.hand_out())
+        faults.reach("ipc.announced")
+        self.path = "shared memory, one copy for all that adopt it"
+
+    def _copy(self, arrived: Sequence[tuple[int, torch.Tensor]], memory: torch.Tensor) -> None:
+        offsets = self._outgoing.layout.offsets
+        if all(tensor.device.type == "cpu" for _, tensor in arrived):
+            start = memory.data_ptr()
+            targets = [start + offsets[row] for row, _ in arrived]
+            sources = [tensor.data_ptr() for _, tensor in arrived]
+            copy_spans(spans(targets, sources, [tensor.nbytes for _, tensor in arrived]), self._deadline)
+            return
+        for row, tensor in arrived:
+            self._deadline.check()
+            copy_bytes(memory[offsets[row] : offsets[row] + tensor.nbytes], as_bytes(tensor))
+
+    def _hand_out(self, batches: Iterator[Batch], whole: Batch | None, number: int) -> None:
+        """Say where everything lies, and bring what lies in no segment through the ring."""
+        outgoing = self._outgoing
+        all_mine = None if whole is None else outgoing.mine(whole)
+        tensors = None if all_mine is None else [tensor for _, tensor in all_mine]
+        route = outgoing.route(tensors, self._info.buffer_bytes("host"))
+        if all_mine is not None:
+            # Before anybody reads, so that a write meanwhile shows.
+            self._note(all_mine)
+        self._feed.tell_table(route.table, route.segments, self._deadline)
+        ring = self._feed.ring(self._deadline) if route.through else None
+        self._feed.begin(number, self._deadline)
+        faults.reach("ipc.announced")
+        if ring is not None:
+            if all_mine is not None:
+                present = {row: all_mine[through][1] for row, through in enumerate(route.through)}
+                for fill in route.fills:
+                    ring.write(fill, present, self._deadline)
+                    faults.reach("ipc.slot")
+            else:
+                self._stream(batches, route.fills)
+        elif whole is None:
+            for _ in batches:
+                self._deadline.check()
+        direct = len(outgoing.rows) - len(route.through)
+        self.path = f"shared memory, {direct} parameters read in place, {len(route.through)} through a ring"
+
+    def _stream(self, batches: Iterator[Batch], fills: Sequence[Fill]) -> None:
+        """Bring everything through the ring as the source makes it, and keep no tensor longer than needed."""
+        ring, due = self._feed.ring(self._deadline), deque(fills)
+        here: dict[int, torch.Tensor] = {}
+        for batch in batches:
+            arrived = self._outgoing.mine(batch)
+            here |= dict(arrived)
+            self._note(arrived)
+            while due and arrived and due[0].last <= arrived[-1][0]:
+                fill = due.popleft()
+                ring.write(fill, here, self._deadline)
+                faults.reach("ipc.slot")
+                for row in fill.completes:
+                    del here[row]
+            self._deadline.check()
+        assert not due, "every fill is complete when the source ends"
+
+    def _note(self, arrived: Sequence[tuple[int, torch.Tensor]]) -> None:
+        for row, tensor in arrived if self._checksums.enabled else ():
+            self._checksums.add(self._outgoing.rows[row][0], [as_bytes(tensor)])
+        if arrived:
+            self._sent += sum(tensor.nbytes for _, tensor in arrived)
+            self._progress(self._outgoing.rows[arrived[-1][0]][0], self._sent)
