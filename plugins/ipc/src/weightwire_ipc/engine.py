@@ -12,12 +12,15 @@ from weightwire.engine import WeightTransferEngine
 from weightwire.errors import HandshakeError
 from weightwire.layout import ParamMeta
 from weightwire.link import Link
+from weightwire.sink import UpdateSpec
 from weightwire_ipc.channel import wait_any
+from weightwire_ipc.device import device_uuid
 from weightwire_ipc.doorway import knock
-from weightwire_ipc.host import identity
+from weightwire_ipc.host import apart_on_device, identity
 from weightwire_ipc.intake import Intake
 from weightwire_ipc.landing import Landing
 from weightwire_ipc.messages import IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo
+from weightwire_ipc.stock_reception import StockReception, refuse_without_gpu
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +32,7 @@ class IPCWeightTransferEngine(WeightTransferEngine[IPCWeightTransferInitInfo, IP
     update_info_cls = IPCWeightTransferUpdateInfo
 
     _intakes: list[Intake] | None = None
+    _stock: StockReception | None = None
     _strays: list[str] | None = None
 
     def connect(self, init_info: IPCWeightTransferInitInfo, deadline: Deadline) -> None:
@@ -39,10 +43,15 @@ class IPCWeightTransferEngine(WeightTransferEngine[IPCWeightTransferInitInfo, IP
         """
         link = self.link
         if link is None:
+            refuse_without_gpu(self.device)
+            self._stock = StockReception(self.device)
             return
-        met = link.gather("ipc-doors", deadline, {"place": identity()})
+        place = {**identity(), "gpu": device_uuid(self.device) if self.device.type == "cuda" else None}
+        met = link.gather("ipc-doors", deadline, {"place": place})
         self._intakes = []
         for sender in link.info.senders:
+            if link.info.options.get("memory") == "device" and (why := apart_on_device(met[sender]["place"], place)):
+                raise HandshakeError(f"{link.rendezvous.label(sender)}: {why}", transport=self.backend)
             channel = knock(
                 met[sender]["door"],
                 peer=link.rendezvous.label(sender),
@@ -51,7 +60,7 @@ class IPCWeightTransferEngine(WeightTransferEngine[IPCWeightTransferInitInfo, IP
                 trainer=met[sender]["place"],
                 deadline=deadline,
             )
-            self._intakes.append(Intake(channel, _rows_of(sender, link)))
+            self._intakes.append(Intake(channel, _rows_of(sender, link), self.device))
         faults.reach("ipc.connected")
 
     def receive_weights(self, update_info: IPCWeightTransferUpdateInfo) -> None:
@@ -61,6 +70,9 @@ class IPCWeightTransferEngine(WeightTransferEngine[IPCWeightTransferInitInfo, IP
             TransferError: Not initialised.
             PeerLost: A sender is gone.
         """
+        if update_info.stock:
+            self._stock_reception().receive(self.sink, update_info)
+            return
         link = self.link
         if link is None or self._intakes is None or update_info.round is None:
             raise self.not_initialised()
@@ -80,6 +92,28 @@ class IPCWeightTransferEngine(WeightTransferEngine[IPCWeightTransferInitInfo, IP
             for sender in link.info.senders:
                 checksums.compare(sent[sender], lambda place: [link.metadata[place].name], transport=self.backend)
 
+    def update_spec(self, update_info: IPCWeightTransferUpdateInfo) -> UpdateSpec:
+        """See `WeightTransferEngine.update_spec`; of a stock message, what it names."""
+        if update_info.stock:
+            return self._stock_reception().spec(self.sink, update_info)
+        return super().update_spec(update_info)
+
+    def start_weight_update(self) -> None:
+        """Prepare for a new update."""
+        if self._stock is not None:
+            self._stock.start()
+        super().start_weight_update()
+
+    def drain_pending(self) -> None:
+        """Bring into the sink what a stock trainer's packed messages have left to the end."""
+        if self._stock is not None and self.driven:
+            self._stock.finish(self.sink)
+
+    def _stock_reception(self) -> StockReception:
+        if self._stock is None:
+            raise self.not_initialised()
+        return self._stock
+
     def _report_strays(self) -> None:
         self._strays = sorted({name for one in self._intakes or () for name in one.strays()})
         if self._strays:
@@ -96,6 +130,9 @@ class IPCWeightTransferEngine(WeightTransferEngine[IPCWeightTransferInitInfo, IP
 
     def disconnect(self, *, error: BaseException | None = None) -> None:
         """Hang up; what was adopted stays where it is."""
+        stock, self._stock = self._stock, None
+        if stock is not None:
+            stock.close()
         intakes, self._intakes = self._intakes, None
         for intake in intakes or ():
             intake.close()

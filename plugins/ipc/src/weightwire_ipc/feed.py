@@ -22,6 +22,7 @@ import torch
 from weightwire.deadline import Deadline
 from weightwire.errors import TransferError
 from weightwire_ipc.channel import Channel, wait_any
+from weightwire_ipc.device_segment import DeviceSegment
 from weightwire_ipc.memory import MemoryFile
 from weightwire_ipc.ring import RingWriter, Slots, slot_stride
 from weightwire_ipc.table import RING
@@ -56,7 +57,7 @@ class Feed:
         self._numbers: dict[Segment, int] = {}
         self._given = 0
         self._told: torch.Tensor | None = None
-        self._ring: tuple[RingWriter, MemoryFile | None] | None = None
+        self._ring: tuple[RingWriter, MemoryFile | DeviceSegment] | None = None
 
     def give(self, segment: Segment, deadline: Deadline) -> int:
         """Hand a segment to every worker, unless they have it; returns its number."""
@@ -98,14 +99,22 @@ class Feed:
         """The ring, made and handed over when it is first needed."""
         if self._ring is None:
             nbytes = self._count * slot_stride(self._slot_bytes)
-            file = MemoryFile(nbytes, what="the ring")
-            writer = RingWriter(Slots(file.memory, self._slot_bytes, self._count), self._count, self._channels)
-            self._ring = writer, file
+            segment, memory = self._allocate(nbytes)
+            writer = RingWriter(Slots(memory, self._slot_bytes, self._count), self._count, self._channels)
+            self._ring = writer, segment
             for reader in writer.readers:
-                record = {"ring": self._slot_bytes, "count": self._count}
-                descriptors = [file.fd, reader.filled.fd, reader.free.fd]
-                reader.channel.send(record, descriptors, deadline=deadline)
+                record, descriptors = segment.hand_over()
+                ring = {"ring": self._slot_bytes, "count": self._count, **record}
+                signals = [reader.filled.fd, reader.free.fd]
+                reader.channel.send(ring, [*descriptors, *signals], deadline=deadline)
         return self._ring[0]
+
+    def _allocate(self, nbytes: int) -> tuple[MemoryFile | DeviceSegment, torch.Tensor]:
+        if self._device.type == "cpu":
+            file = MemoryFile(nbytes, what="the ring")
+            return file, file.memory
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return DeviceSegment(memory.untyped_storage()), memory
 
     def begin(self, number: int, deadline: Deadline, *, adopt: int | None = None, hold: int | None = None) -> None:
         """Have the workers read, adopting the segment of that number if there is one; takes `hold` over."""
@@ -145,6 +154,6 @@ class Feed:
         ring, self._ring = self._ring, None
         if ring is not None:
             ring[0].close()
-            if ring[1] is not None:
+            if isinstance(ring[1], MemoryFile):
                 ring[1].close()
         self._numbers.clear()

@@ -13,7 +13,7 @@ _NAMESPACES = {"net": "network", "mnt": "mount", "pid": "pid", "user": "user"}
 
 def identity() -> dict[str, Any]:
     """What tells this process's place from another's: the boot of the kernel, namespaces, user."""
-    place: dict[str, Any] = {"uid": os.getuid(), "pid": os.getpid()}
+    place: dict[str, Any] = {"uid": os.getuid()}
     with contextlib.suppress(OSError):
         place["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     for name in _NAMESPACES:
@@ -37,6 +37,25 @@ def apart(trainer: Mapping[str, Any], worker: Mapping[str, Any], *, what: str = 
         return (
             f"the trainer runs as user {trainer['uid']} and the worker as user {worker['uid']}, and memory is "
             "handed to the same user only: run both as one user, or use backend 'nccl'"
+        )
+    return None
+
+
+def apart_on_device(trainer: Mapping[str, Any], worker: Mapping[str, Any]) -> str | None:
+    """Why a trainer and a worker cannot share a GPU's memory, and what to do; None if nothing is known.
+
+    Args:
+        trainer: Its `identity()`, with `gpu`: the uuid of its GPU.
+        worker: Likewise; None for one that is on the CPU.
+    """
+    instead = "pass memory='host', or use backend 'nccl'"
+    if worker.get("gpu") is None:
+        return f"the trainer's weights are on GPU {trainer.get('gpu')} and the worker's model on the CPU: {instead}"
+    if worker["gpu"] != trainer.get("gpu"):
+        return f"the trainer is on GPU {trainer.get('gpu')} and the worker on GPU {worker['gpu']}: {instead}"
+    if "pid" in differences(trainer, worker):
+        return (
+            f"they run in different pid namespaces, where CUDA IPC does not work: share one (--pid=...), or {instead}"
         )
     return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from weightwire.errors import HandshakeError, TransferError
 from weightwire.layout import ParamMeta
 from weightwire.packing import ALIGNMENT
 from weightwire_ipc.channel import Channel, Message, Signal
+from weightwire_ipc.device_segment import DeviceMapping
 from weightwire_ipc.landing import Landing, Lying
 from weightwire_ipc.memory import PAGE, Mapping
 from weightwire_ipc.ring import Fill, Slots, plan_fills, slot_stride
@@ -35,13 +37,15 @@ class Intake:
     Args:
         channel: The connection.
         rows: The sender's parameters: place among all, and metadata.
+        device: Where the model lives.
     """
 
-    def __init__(self, channel: Channel, rows: Sequence[tuple[int, ParamMeta]]) -> None:
+    def __init__(self, channel: Channel, rows: Sequence[tuple[int, ParamMeta]], device: torch.device) -> None:
         self.channel = channel
+        self._device = device
         self._rows = list(rows)
         self._metas = [meta for _, meta in rows]
-        self._segments: dict[int, Mapping] = {}
+        self._segments: dict[int, Mapping | DeviceMapping] = {}
         self._table: torch.Tensor | None = None
         self._lying: Lying | None = None
         self._ring: _Ring | None = None
@@ -93,6 +97,8 @@ class Intake:
                 (fd,) = self._descriptors(message, 1)
                 _require_size(nbytes, "a segment")
                 self._segments[number] = Mapping(fd, nbytes, what=f"segment {number} of {self.channel.peer}")
+            case {"segment": int(number), "device": dict(export)} if number not in self._segments:
+                self._segments[number] = DeviceMapping(export, self._device, self.channel.credentials.pid)
             case {"drop": int(number)} if number in self._segments:
                 del self._segments[number]
                 self._lying = None
@@ -101,12 +107,25 @@ class Intake:
                 self._learn(fd, length)
             case {"ring": int(slot_bytes), "count": int(count)} if self._ring is None and slot_bytes > 0 and count > 0:
                 _require_size(slot_bytes * count, "the ring")
-                self._ring = _Ring(self._descriptors(message, 3), slot_bytes, count, self.channel.peer)
+                self._ring = self._open_ring(message, slot_bytes, count)
                 self._plan()
             case {"round": int(number)} if number == self.number:
                 self._begin(message, deadline)
             case _:
                 raise TransferError(f"{self.channel.peer} said {record!r}, which does not fit", transport="ipc")
+
+    def _open_ring(self, message: Message, slot_bytes: int, count: int) -> _Ring:
+        nbytes, export = count * slot_stride(slot_bytes), message.record.get("device")
+        memory: Mapping | DeviceMapping
+        if isinstance(export, dict):
+            memory = DeviceMapping(export, self._device, self.channel.credentials.pid)
+            filled, free = self._descriptors(message, 2)
+        else:
+            fd, filled, free = self._descriptors(message, 3)
+            memory = Mapping(fd, nbytes, what=f"the ring of {self.channel.peer}")
+        if memory.nbytes != nbytes:
+            raise HandshakeError(f"a ring of {memory.nbytes} bytes came for {nbytes}", transport="ipc")
+        return _Ring(Slots(memory.window(), slot_bytes, count), slot_bytes, Signal(filled), Signal(free))
 
     def _descriptors(self, message: Message, count: int) -> list[int]:
         if len(message.descriptors) != count:
@@ -163,15 +182,16 @@ class Intake:
         if self._lying.rows:
             if landing.loads(self._lying.names):
                 for mapping in self._segments.values():
-                    mapping.lent = True
+                    mapping.lent = isinstance(mapping, Mapping)
             landing.read(self._lying)
+            self._settle()
             faults.reach("ipc.copied")
 
     def _adopt(self, message: Message, landing: Landing) -> None:
         mapping = self._segments.get(message.record["adopt"])
         (hold,) = self._descriptors(message, 1)
         layout = Layout(self._metas, align=ALIGNMENT)
-        if mapping is None or mapping.nbytes != layout.nbytes:
+        if not isinstance(mapping, Mapping) or mapping.nbytes != layout.nbytes:
             os.close(hold)
             raise HandshakeError(f"{self.channel.peer} wants what it has not handed over adopted", transport="ipc")
         window = mapping.window(partial(os.close, hold))
@@ -182,7 +202,13 @@ class Intake:
             self._adopted, self.adopted = mapping, len(self._rows)
         else:
             landing.read(lying)
+            self._settle()
         faults.reach("ipc.adopted")
+
+    def _settle(self) -> None:
+        """Have what was queued on a device end before the sender is told that it may go on."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _take(self, deadline: Deadline) -> bool:
         """Take the fills that are there; returns whether any was."""
@@ -206,7 +232,7 @@ class Intake:
         Idle memory in which that has happened, or in which nobody can tell, is mapped anew.
         """
         found: list[str] = []
-        for mapping in self._segments.values():
+        for mapping in [one for one in self._segments.values() if isinstance(one, Mapping)]:
             pages = mapping.strays() if mapping.lent else []
             if mapping is self._adopted:
                 found += self._names_of(mapping, [page for page in pages or [] if page not in mapping.reported])
@@ -233,15 +259,14 @@ class Intake:
             ring.close()
 
 
+@dataclass(slots=True)
 class _Ring:
     """The ring as a worker has it."""
 
-    def __init__(self, descriptors: Sequence[int], slot_bytes: int, count: int, peer: str) -> None:
-        memory, filled, free = descriptors
-        self.slot_bytes = slot_bytes
-        self.filled, self.free = Signal(filled), Signal(free)
-        mapping = Mapping(memory, count * slot_stride(slot_bytes), what=f"the ring of {peer}")
-        self.slots = Slots(mapping.window(), slot_bytes, count)
+    slots: Slots
+    slot_bytes: int
+    filled: Signal
+    free: Signal
 
     def close(self) -> None:
         self.filled.close()

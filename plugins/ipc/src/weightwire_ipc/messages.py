@@ -10,7 +10,8 @@ from weightwire.messages import TrainerInitInfo, WeightTransferInitInfo, WeightT
 from weightwire_ipc.pickled import decode_handles
 
 HOST_BUFFER_BYTES = 4 << 20
-DEVICE_BUFFER_BYTES = 1 << 30
+DEVICE_BUFFER_BYTES = 128 << 20
+STOCK_BUFFER_BYTES = 1 << 30
 
 
 @dataclass(kw_only=True)
@@ -80,7 +81,8 @@ class IPCTrainerInitInfo(TrainerInitInfo):
     Attributes:
         packed: Device memory only: copy into a bounded ring instead of exporting every parameter's own storage. Host
             memory that is not shared always goes through the ring.
-        packed_buffer_size_bytes: Size of one ring buffer; None: 4 MiB in host memory, 1 GiB on a device.
+        packed_buffer_size_bytes: Size of one ring buffer; None: 4 MiB in host memory, 128 MiB on a device, and on
+            vLLM's wire, where it is the only one, 1 GiB.
         packed_num_buffers: Number of ring buffers.
         memory: Which memory the bytes go through: `"host"` (memory files) or `"device"` (CUDA IPC, both sides on one
             GPU); None: that which the source's first parameter lies in.
@@ -114,5 +116,8 @@ class IPCTrainerInitInfo(TrainerInitInfo):
 
     def buffer_bytes(self, memory: Literal["host", "device"]) -> int:
         """Size of one ring buffer in that memory."""
-        default = HOST_BUFFER_BYTES if memory == "host" else DEVICE_BUFFER_BYTES
-        return default if self.packed_buffer_size_bytes is None else self.packed_buffer_size_bytes
+        if self.packed_buffer_size_bytes is not None:
+            return self.packed_buffer_size_bytes
+        if self.wire == "vllm":
+            return STOCK_BUFFER_BYTES
+        return HOST_BUFFER_BYTES if memory == "host" else DEVICE_BUFFER_BYTES

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -18,13 +18,15 @@ from weightwire.packing import ALIGNMENT
 from weightwire.source import as_bytes
 from weightwire_ipc import sharing
 from weightwire_ipc.copying import copy_bytes, copy_spans, spans
+from weightwire_ipc.device_segment import DeviceSegment, storages_of
 from weightwire_ipc.exports import Exports
 from weightwire_ipc.feed import Feed
 from weightwire_ipc.guard import unchanged
 from weightwire_ipc.messages import IPCTrainerInitInfo
-from weightwire_ipc.ring import Fill, plan_fills
+from weightwire_ipc.ring import Fill, RingWriter, plan_fills
 from weightwire_ipc.table import RING, Layout, locate
 
+Memory = Literal["host", "device"]
 Batch = tuple[list[int], list[torch.Tensor]]
 
 
@@ -33,15 +35,17 @@ class Route:
     """The way that each parameter goes.
 
     Attributes:
-        pointers: Where the parameters were; None where they are made anew in every round.
-        segments: Shared segments that some lie in.
+        pointers: Where the parameters were; None where nobody could read them there.
+        shared: The segments of `share` that there were.
+        segments: Segments that some lie in.
         table: Row by row, place in `segments` and offset.
         through: Rows that go through the ring.
         fills: What the ring carries; its rows are places in `through`.
     """
 
     pointers: list[int] | None
-    segments: list[sharing.SharedSegment]
+    shared: list[sharing.SharedSegment]
+    segments: list[sharing.SharedSegment] | list[DeviceSegment]
     table: torch.Tensor
     through: list[int]
     fills: list[Fill]
@@ -56,7 +60,7 @@ class Outgoing:
     """
 
     def __init__(self, owned: Sequence[tuple[int, ParamMeta]], rank: int) -> None:
-        self.owned = len(owned)
+        self.places = [place for place, _ in owned]
         self.rows = [row for row in owned if row[1].first_owner == rank]
         self.metas = [meta for _, meta in self.rows]
         self.row_of = {place: row for row, (place, _) in enumerate(self.rows)}
@@ -69,25 +73,32 @@ class Outgoing:
     def mine(self, batch: Batch) -> list[tuple[int, torch.Tensor]]:
         """Row and tensor of those that this rank sends."""
         places, tensors = batch
-        if len(places) == len(self.rows) == self.owned:
-            return list(enumerate(tensors))
         rows = map(self.row_of.get, places)
         return [(row, tensor) for row, tensor in zip(rows, tensors, strict=True) if row is not None]
 
-    def route(self, tensors: Sequence[torch.Tensor] | None, slot_bytes: int) -> Route:
+    def all_mine(self, present: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Of all that this rank owns, what it sends, row by row."""
+        if len(self.rows) == len(self.places):
+            return present
+        return [tensor for place, tensor in zip(self.places, present, strict=True) if place in self.row_of]
+
+    def route(self, tensors: Sequence[torch.Tensor] | None, info: IPCTrainerInitInfo, memory: Memory) -> Route:
         """The way of `tensors`, one for each row; None if they are not there all at once."""
-        segments = sharing.segments()
-        pointers = list(map(torch.Tensor.data_ptr, tensors)) if segments and tensors is not None else None
+        shared = sharing.segments() if memory == "host" else []
+        readable = bool(shared) if memory == "host" else not info.packed
+        pointers = list(map(torch.Tensor.data_ptr, tensors)) if readable and tensors is not None else None
         known = self._route
-        if known is not None and known.pointers == pointers and (pointers is None or known.segments == segments):
+        if known is not None and known.pointers == pointers and known.shared == shared:
             return known
-        if pointers is None:
+        segments: list[sharing.SharedSegment] | list[DeviceSegment] = shared
+        if pointers is None or tensors is None:
             segments, table = [], torch.full((len(self.rows), 2), RING, dtype=torch.int64)
         else:
+            segments = shared if memory == "host" else storages_of(tensors)
             table = locate(pointers, self.sizes, [(one.start, one.nbytes) for one in segments])
         through = (table[:, 0] == RING).nonzero().flatten().tolist()
-        fills = plan_fills([self.metas[row] for row in through], slot_bytes)
-        self._route = Route(pointers, segments, table, through, fills)
+        fills = plan_fills([self.metas[row] for row in through], info.buffer_bytes(memory))
+        self._route = Route(pointers, shared, segments, table, through, fills)
         return self._route
 
     def close(self) -> None:
@@ -102,6 +113,7 @@ class Sending:
         outgoing: What is sent.
         feed: To whom.
         info: Whether workers adopt, and the size of the ring.
+        memory: Which memory the bytes go through.
         checksums: Notes what is sent, by place among all parameters.
         progress: Told the place of the latest parameter, and the bytes so far.
         deadline: Of the public call.
@@ -115,6 +127,7 @@ class Sending:
         outgoing: Outgoing,
         feed: Feed,
         info: IPCTrainerInitInfo,
+        memory: Memory,
         checksums: Checksums,
         progress: Callable[[int, int], None],
         deadline: Deadline,
@@ -122,30 +135,36 @@ class Sending:
         self._outgoing = outgoing
         self._feed = feed
         self._info = info
+        self._memory = memory
         self._checksums = checksums
         self._progress = progress
         self._deadline = deadline
         self._sent = 0
         self.path = ""
 
-    def run(self, batches: Iterator[Batch], number: int) -> int:
+    def run(self, present: list[torch.Tensor] | None, batches: Iterator[Batch], number: int) -> int:
         """Bring everything to all workers; returns the bytes.
+
+        Args:
+            present: All tensors that this rank owns, if they are there all at once.
+            batches: Else they come from here.
+            number: Of the round.
 
         Raises:
             PeerLost: A worker is gone.
             TransferError: The weights changed meanwhile, or memory is lacking.
         """
-        first = next(batches, ([], []))
-        whole = first if len(first[0]) == self._outgoing.owned else None
-        batches = itertools.chain([first], batches)
         with ExitStack() as stack:
-            if whole is not None:
+            mine = None
+            if present is not None:
                 # All tensors are there from the beginning to the end: they must not change on the way.
-                stack.enter_context(unchanged(whole[1]))
+                stack.enter_context(unchanged(present))
+                mine = self._outgoing.all_mine(present)
+                batches = iter([(self._outgoing.places, present)])
             if self._info.adopt:
                 self._export(batches, number)
             else:
-                self._hand_out(batches, whole, number)
+                self._hand_out(batches, mine, number)
             self._feed.finish(number, self._deadline)
         return self._outgoing.nbytes
 
@@ -175,42 +194,39 @@ class Sending:
             self._deadline.check()
             copy_bytes(memory[offsets[row] : offsets[row] + tensor.nbytes], as_bytes(tensor))
 
-    def _hand_out(self, batches: Iterator[Batch], whole: Batch | None, number: int) -> None:
+    def _hand_out(self, batches: Iterator[Batch], mine: list[torch.Tensor] | None, number: int) -> None:
         """Say where everything lies, and bring what lies in no segment through the ring."""
         outgoing = self._outgoing
-        all_mine = None if whole is None else outgoing.mine(whole)
-        tensors = None if all_mine is None else [tensor for _, tensor in all_mine]
-        route = outgoing.route(tensors, self._info.buffer_bytes("host"))
-        if all_mine is not None:
+        route = outgoing.route(mine, self._info, self._memory)
+        if mine is not None:
             # Before anybody reads, so that a write meanwhile shows.
-            self._note(all_mine)
+            self._note(list(enumerate(mine)))
         self._feed.tell_table(route.table, route.segments, self._deadline)
         ring = self._feed.ring(self._deadline) if route.through else None
+        if self._memory == "device":
+            torch.cuda.current_stream().synchronize()
         self._feed.begin(number, self._deadline)
         faults.reach("ipc.announced")
-        if ring is not None:
-            if all_mine is not None:
-                present = {row: all_mine[through][1] for row, through in enumerate(route.through)}
-                for fill in route.fills:
-                    ring.write(fill, present, self._deadline)
-                    faults.reach("ipc.slot")
-            else:
-                self._stream(batches, route.fills)
-        elif whole is None:
-            for _ in batches:
-                self._deadline.check()
+        if mine is None:
+            self._stream(batches, ring, route.fills)
+        elif ring is not None:
+            through = {row: mine[place] for row, place in enumerate(route.through)}
+            for fill in route.fills:
+                ring.write(fill, through, self._deadline)
+                faults.reach("ipc.slot")
         direct = len(outgoing.rows) - len(route.through)
-        self.path = f"shared memory, {direct} parameters read in place, {len(route.through)} through a ring"
+        kind = "shared memory" if self._memory == "host" else "CUDA IPC"
+        self.path = f"{kind}, {direct} parameters read in place, {len(route.through)} through a ring"
 
-    def _stream(self, batches: Iterator[Batch], fills: Sequence[Fill]) -> None:
+    def _stream(self, batches: Iterator[Batch], ring: RingWriter | None, fills: Sequence[Fill]) -> None:
         """Bring everything through the ring as the source makes it, and keep no tensor longer than needed."""
-        ring, due = self._feed.ring(self._deadline), deque(fills)
+        due = deque(fills)
         here: dict[int, torch.Tensor] = {}
         for batch in batches:
             arrived = self._outgoing.mine(batch)
             here |= dict(arrived)
             self._note(arrived)
-            while due and arrived and due[0].last <= arrived[-1][0]:
+            while ring is not None and due and arrived and due[0].last <= arrived[-1][0]:
                 fill = due.popleft()
                 ring.write(fill, here, self._deadline)
                 faults.reach("ipc.slot")

@@ -65,7 +65,7 @@ def share(module: nn.Module) -> int:
         Unsupported: A tensor is not in ordinary CPU memory: on a device, a DTensor, or shared by `share_memory_()`.
         TransferError: There is not enough memory; nothing was moved.
     """
-    tensors: dict[str, torch.Tensor] = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    tensors: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     known = segments()
     moving: dict[int, list[torch.Tensor]] = {}
     for name, tensor in tensors.items():

@@ -6,21 +6,25 @@ read, or, where workers adopt, into the idle one of two segments that hold the w
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self, cast
 
 import torch
 
 from weightwire import faults
 from weightwire.checksums import Checksums
+from weightwire.clients.protocol import VLLMWeightSyncClient
 from weightwire.deadline import Deadline
-from weightwire.errors import HandshakeError
+from weightwire.errors import HandshakeError, MessageError
 from weightwire.report import ProgressEvent
+from weightwire.source import WeightSource
 from weightwire.trainer import TrainerWeightTransferEngine
+from weightwire_ipc.device import device_uuid
 from weightwire_ipc.doorway import Doorway
 from weightwire_ipc.feed import Feed
-from weightwire_ipc.host import apart, identity
+from weightwire_ipc.host import apart, apart_on_device, identity
 from weightwire_ipc.messages import IPCTrainerInitInfo
 from weightwire_ipc.sending import Outgoing, Sending
+from weightwire_ipc.stock import StockIPCTrainer
 
 
 class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitInfo]):
@@ -32,6 +36,25 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
     _feed: Feed | None = None
     _outgoing: Outgoing | None = None
     _path = "shared memory"
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: IPCTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> Self:
+        """See `TrainerWeightTransferEngine.trainer_init`; with `wire="vllm"` an engine that speaks vLLM's."""
+        if init_info.wire == "vllm":
+            return cast(Self, StockIPCTrainer.trainer_init(init_info, client=client, source=source))
+        return super().trainer_init(init_info, client=client, source=source)
+
+    def _configure(self, info: IPCTrainerInitInfo) -> None:
+        super()._configure(info)
+        device = self._device()
+        if info.memory == "device" and device.type != "cuda":
+            raise MessageError(f"memory='device' needs weights on a GPU, and these are on {device}: leave it out")
 
     def worker_init_info(self) -> dict[str, Any]:
         """The reference's field."""
@@ -47,8 +70,18 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
         """Which memory the bytes go through."""
         if self.init_info.memory is not None:
             return self.init_info.memory
+        return "device" if self._device().type == "cuda" and not self.init_info.adopt else "host"
+
+    def _device(self) -> torch.device:
         device = getattr(self.source, "device", None)
-        return "device" if isinstance(device, torch.device) and device.type == "cuda" else "host"
+        return device if isinstance(device, torch.device) else torch.device("cpu")
+
+    def _gpu(self) -> str | None:
+        return device_uuid(self._device()) if self._memory == "device" else None
+
+    def link_options(self) -> dict[str, Any]:
+        """Which memory the bytes go through."""
+        return {"memory": self._memory}
 
     def connect(self, deadline: Deadline) -> None:
         """Have every worker come to the doorways of the senders.
@@ -62,20 +95,24 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
         sends = self.rank in self.fleet.senders
         doorway = Doorway(self.init_info.socket_directory) if sends else None
         try:
-            place = identity()
+            place = {**identity(), "gpu": self._gpu()}
             payload = {"door": doorway.address if doorway else None, "place": place}
             met = self.rendezvous.exchange("ipc-doors", deadline=deadline, payload=payload, gather=True)
             met.raise_failed()
             workers = {rank: one for rank, one in met.payloads.items() if rank >= self.fleet.trainers}
             for rank, one in workers.items():
-                if reason := apart(place, one["place"]):
+                on_device = apart_on_device(place, one["place"]) if self._memory == "device" else None
+                if reason := apart(place, one["place"]) or on_device:
                     raise HandshakeError(f"{self.rendezvous.label(rank)}: {reason}", transport=self.backend)
             if doorway is not None:
                 labels = {rank: self.rendezvous.label(rank) for rank in workers}
                 channels = doorway.admit(labels, secret=self._members.secret, deadline=deadline)
-                size = self.init_info.buffer_bytes("host")
-                count = self.init_info.packed_num_buffers
-                self._feed = Feed(channels, slot_bytes=size, count=count, device=torch.device("cpu"))
+                self._feed = Feed(
+                    channels,
+                    slot_bytes=self.init_info.buffer_bytes(self._memory),
+                    count=self.init_info.packed_num_buffers,
+                    device=self._device() if self._memory == "device" else torch.device("cpu"),
+                )
         finally:
             if doorway is not None:
                 doorway.close()
@@ -83,16 +120,17 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
 
     def transmit(self, number: int, deadline: Deadline) -> int:
         """Bring this rank's parameters to all workers; iterate the rest so that gathers line up."""
-        batches = self.batches()
         sent = 0
         checksums = Checksums(enabled=self.init_info.checksum)
         if self._feed is None:
-            for _ in batches:
+            for _ in self.batches():
                 deadline.check()
         else:
             assert self._outgoing is not None
-            sending = Sending(self._outgoing, self._feed, self.init_info, checksums, self._progress, deadline)
-            sent = sending.run(batches, number)
+            sending = Sending(
+                self._outgoing, self._feed, self.init_info, self._memory, checksums, self._progress, deadline
+            )
+            sent = sending.run(self.present(), self.batches(), number)
             self._path = sending.path
         if self.init_info.checksum:
             assert self.rendezvous is not None
