@@ -61,6 +61,9 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
 
     wire_version: ClassVar[int] = 1
 
+    writes_after_failure: ClassVar[bool] = True
+    """Whether a failed transfer may still write to what `WeightSink.targets` gave out, so that it is not used again."""
+
     def __init__(self, config: WeightTransferConfig, vllm_config: Any, device: torch.device, model: Any) -> None:
         self.config = config
         self.vllm_config = vllm_config

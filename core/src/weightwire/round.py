@@ -235,7 +235,7 @@ class Round:
         heard = heard or self._heard or (self._engine.link is None and not self._moving)
         if not heard:
             self._engine.failed(error)
-        self._sink.abort(retire=not heard)
+        self._sink.abort(retire=not heard and self._engine.writes_after_failure)
         return heard
 
     @contextmanager

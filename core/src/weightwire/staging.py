@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import hashlib
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -16,53 +16,84 @@ HUGE_PAGE = 2 << 20
 ALIGNMENT = 64
 """Bytes at which small storages start, as the small parameters do that travel packed."""
 
-SMALL = 64 << 10
-"""Bytes up to which a storage is small: below, calls cost more than copies."""
-
 SLAB = 4 << 20
-"""Bytes of memory that small storages share."""
+"""Bytes of memory at a time that storages are cut from, unless more is known to be needed."""
+
+LARGEST_SLAB = 1 << 30
+"""Bytes of such memory at most, unless one storage is larger."""
 
 POISON = False
 """Fill staging with 0xA5 before it is handed out, so that bytes which never came cannot pass for weights. For tests."""
 
 
 def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """A storage of `nbytes`, with undefined content.
-
-    On the CPU large ones lie on huge pages (private anonymous memory, `MADV_HUGEPAGE`, aligned to a page; it goes back
-    to the system with the last tensor): a copy into such memory runs at memcpy's speed, elsewhere at 0.85 of it.
+    """A storage of `nbytes`, with undefined content; on the CPU large ones lie on huge pages.
 
     Raises:
         MemoryError: There is not enough.
     """
-    if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if device.type != "cpu" or nbytes < HUGE_PAGE:
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+    pages, padding = _huge_pages(nbytes)
+    return torch.frombuffer(pages, dtype=torch.uint8, offset=padding, count=nbytes).untyped_storage()
+
+
+def _huge_pages(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Private anonymous memory, and where in it `nbytes` begin that lie on huge pages if the system has them.
+
+    It goes back to the system with the last tensor over it. A copy into such memory runs at memcpy's speed, elsewhere
+    at 0.85 of it.
+
+    Raises:
+        MemoryError: There is not enough.
+    """
     try:
         pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"no {nbytes} bytes for staging: {error}") from error
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
-    padding = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % HUGE_PAGE
-    return torch.frombuffer(pages, dtype=torch.uint8, offset=padding, count=nbytes).untyped_storage()
+    return pages, -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % HUGE_PAGE
 
 
 class Slab:
-    """CPU memory that small storages are cut from, one after the other, so that neighbours can be written as one.
+    """CPU memory that storages are cut from, one after the other.
 
-    Each is a storage of its own to torch. The memory goes back to the system with the last of them.
+    Neighbours can then be written as one: thousands of small tensors by few calls, and many large ones by a single copy
+    of hundreds of megabytes, which runs at the speed of memory where one of a few does not. Each is a storage of its
+    own to torch. The memory goes back to the system with the last of them.
     """
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
-        self._used = 0
+        self._used = self._size = 0
 
-    def cut(self, nbytes: int) -> torch.UntypedStorage:
-        """The next `nbytes`, at most `SLAB`, with undefined content."""
-        if self._memory is None or self._used + nbytes > SLAB:
-            self._memory, self._used = mmap.mmap(-1, SLAB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
-        start, self._used = self._used, (self._used + nbytes + ALIGNMENT - 1) & -ALIGNMENT
+    def cut(self, nbytes: int, ahead: Callable[[], int] = int) -> torch.UntypedStorage:
+        """The next `nbytes`, at least 1, with undefined content.
+
+        Args:
+            nbytes: How many.
+            ahead: How many more will be asked for, these included; called where new memory is needed.
+
+        Raises:
+            MemoryError: There is not enough.
+        """
+        if self._memory is None or self._used + nbytes > self._size:
+            self._size = max(SLAB, nbytes, min(ahead(), LARGEST_SLAB))
+            self._memory, self._used = _huge_pages(self._size)
+            self._size += self._used
+        start = self._used
+        self._used = _aligned(start + nbytes)
         return torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=nbytes).untyped_storage()
+
+
+def slab_bytes(sizes: Iterable[int]) -> int:
+    """What storages of `sizes` take of a slab."""
+    return sum(map(_aligned, sizes))
+
+
+def _aligned(nbytes: int) -> int:
+    return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
 
 
 def poison(storage: torch.UntypedStorage) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from weightwire import staging
@@ -25,17 +28,17 @@ class StagingArea:
         """The storage that stands in for the live one of `group` in this update."""
         views = update.staged.get(group)
         if views is None:
-            views = group.spare or self.new_views(group)
+            views = group.spare or self.new_views(group, partial(_ahead, update))
             staging.poison(views.storage)
             group.spare = update.staged[group] = views
         return views
 
-    def new_views(self, group: Group) -> Views:
-        """A fresh storage, seen as the tensors of `group`."""
+    def new_views(self, group: Group, ahead: Callable[[], int] = int) -> Views:
+        """A fresh storage, seen as the tensors of `group`; `ahead` as in `Slab.cut`."""
         live = group.views().tensors
         # An adopted storage holds others' tensors too: this one alone gets a storage of its own.
         size, offset = (live[0].nbytes, 0) if group.adopted else (group.storage.nbytes(), None)
-        storage = self._allocate(size, group.storage.device)
+        storage = self._allocate(size, group.storage.device, ahead)
         return Views(storage, [staging.view_like(tensor, storage, offset=offset) for tensor in live], ours=True)
 
     def buffer(self, update: Update, name: str, entry: Entry, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
@@ -61,7 +64,17 @@ class StagingArea:
         """Forget all buffers; spare storages belong to the groups."""
         self._buffers.clear()
 
-    def _allocate(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    def _allocate(self, nbytes: int, device: torch.device, ahead: Callable[[], int] = int) -> torch.UntypedStorage:
         self.allocated_bytes += nbytes
-        small = device.type == "cpu" and 0 < nbytes <= staging.SMALL
-        return self._slab.cut(nbytes) if small else staging.allocate(nbytes, device)
+        if device.type == "cpu" and nbytes:
+            return self._slab.cut(nbytes, ahead)
+        return staging.allocate(nbytes, device)
+
+
+def _ahead(update: Update) -> int:
+    """Bytes of a slab that the storages which this update still needs will take."""
+    entries = {group: entry for entry, _ in update.chosen.values() if (group := entry.group) is not None}
+    lacking = [(group, entry) for group, entry in entries.items() if group.spare is None]
+    return staging.slab_bytes(
+        entry.tensors[0].nbytes if group.adopted else group.storage.nbytes() for group, entry in lacking
+    )

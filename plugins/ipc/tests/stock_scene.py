@@ -10,7 +10,6 @@ from torch import nn
 from plugins.ipc.tests.golden import UUID, arguments, storage_fields
 from weightwire.deadline import Deadline
 from weightwire.messages import WeightTransferConfig
-from weightwire.sink import UpdateSpec
 from weightwire.source import ModuleSource, WeightSource
 from weightwire_ipc.engine import IPCWeightTransferEngine
 from weightwire_ipc.handles import HandleArguments
@@ -88,31 +87,12 @@ class HostReception(StockReception):
 
 
 class StockEngine(IPCWeightTransferEngine):
-    """A worker engine that takes a stock trainer's messages."""
+    """The worker's engine, on a machine without a GPU."""
 
     reception: HostReception
 
     def connect(self, init_info: IPCWeightTransferInitInfo, deadline: Deadline) -> None:
-        self.reception = HostReception(self.device)
-
-    def update_spec(self, update_info: IPCWeightTransferUpdateInfo) -> UpdateSpec:
-        return self.reception.spec(self.sink, update_info)
-
-    def start_weight_update(self) -> None:
-        self.reception.start()
-        super().start_weight_update()
-
-    def receive_weights(self, update_info: IPCWeightTransferUpdateInfo) -> None:
-        self.reception.receive(self.sink, update_info)
-
-    def drain_pending(self) -> None:
-        if self.driven:
-            self.reception.finish(self.sink)
-
-    def disconnect(self, *, error: BaseException | None = None) -> None:
-        if hasattr(self, "reception"):
-            self.reception.close()
-        super().disconnect(error=error)
+        self._stock = self.reception = HostReception(self.device)
 
 
 class Recorder:

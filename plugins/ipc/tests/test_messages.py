@@ -88,7 +88,8 @@ def test_a_worker_is_told_packed_and_nothing_else() -> None:
 def test_the_trainers_defaults() -> None:
     info = IPCTrainerInitInfo()
     assert (info.backend, info.packed, info.rank) == ("ipc", False, 0)
-    assert info.buffer_bytes("device") == 1 << 30
+    assert (info.buffer_bytes("host"), info.buffer_bytes("device")) == (4 << 20, 128 << 20)
+    assert IPCTrainerInitInfo(wire="vllm").buffer_bytes("device") == 1 << 30
 
 
 # The pickled form

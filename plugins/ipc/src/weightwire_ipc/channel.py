@@ -7,18 +7,18 @@ that dies closes its end, which every wait here notices.
 from __future__ import annotations
 
 import array
-import contextlib
 import json
 import os
 import select
 import socket
 import struct
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from weightwire.deadline import Deadline
-from weightwire.errors import PeerLost, TransferError
+from weightwire.errors import HandshakeError, PeerLost, TransferError
 
 _LIMIT = 64 << 10
 _DESCRIPTORS = 16
@@ -117,7 +117,7 @@ class Channel:
             raise self.lost()
         try:
             message.record = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             flags |= socket.MSG_TRUNC
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not isinstance(message.record, dict):
             message.close()
@@ -165,13 +165,24 @@ class Signal:
     """A counting semaphore that two processes share, and that can be polled together with a channel.
 
     Args:
-        fd: Its descriptor, owned from now on; None makes a new one.
+        fd: Its descriptor, owned from now on; None makes a new one. One that came from elsewhere is to be `check`ed.
         count: What a new one begins with.
     """
 
     def __init__(self, fd: int | None = None, *, count: int = 0) -> None:
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE
         self.fd = os.eventfd(count, flags) if fd is None else fd
+        self._close = weakref.finalize(self, os.close, self.fd)
+
+    def check(self, peer: str) -> None:
+        """Refuse what would not count, or would block.
+
+        Raises:
+            HandshakeError: It is no eventfd.
+        """
+        if os.readlink(f"/proc/self/fd/{self.fd}") != "anon_inode:[eventfd]":
+            raise HandshakeError(f"{peer} sent a signal that is none", transport="ipc")
+        os.set_blocking(self.fd, False)
 
     def fileno(self) -> int:
         """Descriptor to poll."""
@@ -191,7 +202,4 @@ class Signal:
 
     def close(self) -> None:
         """Close the descriptor; idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        self._close()

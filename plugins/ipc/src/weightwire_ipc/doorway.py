@@ -86,7 +86,9 @@ class Doorway:
                 for visitor in list(visitors):
                     if self._advance(visitor, members, admitted, secret, deadline):
                         visitors.remove(visitor)
-                for stranger in visitors[:-_STRANGERS]:  # whoever says nothing must not use up our descriptors
+                # Whoever says nothing must not use up our descriptors; members may all be here before they speak.
+                silent = [visitor for visitor in visitors if visitor.member is None]
+                for stranger in silent[: -(_STRANGERS + len(members))]:
                     stranger.channel.close()
                     visitors.remove(stranger)
         except BaseException:
@@ -127,7 +129,8 @@ class Doorway:
             message.close()
             if visitor.member is None:
                 proof, member = message.record.get("secret"), message.record.get("member")
-                if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(), secret.hex().encode()):
+                said = proof.encode(errors="replace") if isinstance(proof, str) else b""
+                if not hmac.compare_digest(said, secret.hex().encode()):
                     raise TransferError("a wrong secret")
                 if not isinstance(member, int) or member not in members or member in admitted:
                     raise TransferError("a member that is not waited for")

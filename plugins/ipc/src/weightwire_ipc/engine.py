@@ -30,6 +30,8 @@ class IPCWeightTransferEngine(WeightTransferEngine[IPCWeightTransferInitInfo, IP
 
     init_info_cls = IPCWeightTransferInitInfo
     update_info_cls = IPCWeightTransferUpdateInfo
+    # Only the thread that receives writes to the sink's memory.
+    writes_after_failure = False
 
     _intakes: list[Intake] | None = None
     _stock: StockReception | None = None

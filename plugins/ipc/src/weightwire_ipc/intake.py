@@ -8,6 +8,7 @@ done      the sender knows that nothing more is needed
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,18 +52,15 @@ class Intake:
         self._ring: _Ring | None = None
         self._ring_rows: list[tuple[int, ParamMeta]] = []
         self._fills: list[Fill] = []
-        self._left: list[Fill] = []
-        self._adopted: Mapping | None = None
+        self._left: deque[Fill] = deque()
         self._landing: Landing | None = None
         self.number = -1
-        self.adopted = 0
-        """Parameters that were adopted in this round."""
 
     # A round
 
     def expect(self, number: int, landing: Landing) -> None:
         """Begin round `number`."""
-        self.number, self._landing, self.adopted = number, landing, 0
+        self.number, self._landing = number, landing
 
     def waits_for(self) -> list[Channel | int]:
         """What to poll: something is to do once one of these can be read."""
@@ -94,14 +92,14 @@ class Intake:
             raise TransferError(f"{self.channel.peer} said {record!r} within a round", transport="ipc")
         match record:
             case {"segment": int(number), "memory": int(nbytes)} if number not in self._segments:
-                (fd,) = self._descriptors(message, 1)
                 _require_size(nbytes, "a segment")
+                (fd,) = self._descriptors(message, 1)
                 self._segments[number] = Mapping(fd, nbytes, what=f"segment {number} of {self.channel.peer}")
             case {"segment": int(number), "device": dict(export)} if number not in self._segments:
                 self._segments[number] = DeviceMapping(export, self._device, self.channel.credentials.pid)
             case {"drop": int(number)} if number in self._segments:
                 del self._segments[number]
-                self._lying = None
+                self._lying = self._table = None
             case {"table": int(length)}:
                 (fd,) = self._descriptors(message, 1)
                 self._learn(fd, length)
@@ -117,15 +115,17 @@ class Intake:
     def _open_ring(self, message: Message, slot_bytes: int, count: int) -> _Ring:
         nbytes, export = count * slot_stride(slot_bytes), message.record.get("device")
         memory: Mapping | DeviceMapping
+        *file, filled, free = self._descriptors(message, 2 if isinstance(export, dict) else 3)
+        signals = Signal(filled), Signal(free)
         if isinstance(export, dict):
             memory = DeviceMapping(export, self._device, self.channel.credentials.pid)
-            filled, free = self._descriptors(message, 2)
         else:
-            fd, filled, free = self._descriptors(message, 3)
-            memory = Mapping(fd, nbytes, what=f"the ring of {self.channel.peer}")
+            memory = Mapping(file[0], nbytes, what=f"the ring of {self.channel.peer}")
+        for signal in signals:
+            signal.check(self.channel.peer)
         if memory.nbytes != nbytes:
             raise HandshakeError(f"a ring of {memory.nbytes} bytes came for {nbytes}", transport="ipc")
-        return _Ring(Slots(memory.window(), slot_bytes, count), slot_bytes, Signal(filled), Signal(free))
+        return _Ring(Slots(memory.window(), slot_bytes, count), slot_bytes, *signals)
 
     def _descriptors(self, message: Message, count: int) -> list[int]:
         if len(message.descriptors) != count:
@@ -155,12 +155,13 @@ class Intake:
         assert landing is not None
         if "adopt" in message.record:
             self._adopt(message, landing)
-            self._left = []
+            self._left.clear()
         else:
             if self._table is None or (self._ring_rows and self._ring is None):
-                raise TransferError(f"{self.channel.peer} begins a round and has not said where its weights are")
+                words = f"{self.channel.peer} begins a round and has not said where its weights are"
+                raise TransferError(words, transport="ipc")
             self._read(landing)
-            self._left = list(self._fills)
+            self._left = deque(self._fills)
         if not self._left:
             self._finish(deadline)
 
@@ -180,15 +181,19 @@ class Intake:
             memory = [windows[number] for _, number, _ in lies]
             self._lying = Lying([row for row, _, _ in lies], memory, [offset for _, _, offset in lies])
         if self._lying.rows:
-            if landing.loads(self._lying.names):
-                for mapping in self._segments.values():
-                    mapping.lent = isinstance(mapping, Mapping)
+            lends = landing.loads(self._lying.names)
             landing.read(self._lying)
             self._settle()
+            if lends:
+                # The sink's model has seen this memory itself, and may have written it.
+                self._lying = None
+                for mapping in self._segments.values():
+                    mapping.lent = isinstance(mapping, Mapping)
             faults.reach("ipc.copied")
 
     def _adopt(self, message: Message, landing: Landing) -> None:
-        mapping = self._segments.get(message.record["adopt"])
+        number = message.record["adopt"]
+        mapping = self._segments.get(number) if isinstance(number, int) else None
         (hold,) = self._descriptors(message, 1)
         layout = Layout(self._metas, align=ALIGNMENT)
         if not isinstance(mapping, Mapping) or mapping.nbytes != layout.nbytes:
@@ -199,7 +204,6 @@ class Intake:
         lying = Lying(self._rows, [window] * len(self._rows), layout.offsets)
         if landing.adopts:
             landing.adopt(lying)
-            self._adopted, self.adopted = mapping, len(self._rows)
         else:
             landing.read(lying)
             self._settle()
@@ -216,7 +220,7 @@ class Intake:
         assert ring is not None and landing is not None
         while self._left and ring.filled.take():
             deadline.check()
-            landing.take(ring.slots.next(), self._left.pop(0), self._ring_rows)
+            landing.take(ring.slots.next(), self._left.popleft(), self._ring_rows)
             ring.slots.settle()
             ring.free.give()
             took = True
@@ -227,14 +231,14 @@ class Intake:
     # Between rounds
 
     def strays(self) -> list[str]:
-        """Parameters that were written here in adopted memory, each reported once.
+        """Parameters that were written here in memory that was adopted and is in use, each reported once.
 
         Idle memory in which that has happened, or in which nobody can tell, is mapped anew.
         """
         found: list[str] = []
         for mapping in [one for one in self._segments.values() if isinstance(one, Mapping)]:
             pages = mapping.strays() if mapping.lent else []
-            if mapping is self._adopted:
+            if mapping.in_use:
                 found += self._names_of(mapping, [page for page in pages or [] if page not in mapping.reported])
                 mapping.reported.update(pages or [])
             elif pages != []:

@@ -103,7 +103,17 @@ class Mapping:
         if problem:
             self._close()
             raise HandshakeError(f"{what} is refused: {problem}")
-        self._mapped = self._map()
+        try:
+            self._mapped = self._map()
+        except OSError as error:
+            self._close()
+            raise HandshakeError(f"{what} is refused: it cannot be mapped ({error.strerror})") from error
+        self._windows = [0]
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a window that was given out, or a view of it, is still alive."""
+        return self._windows[0] > 0
 
     def _map(self) -> mmap.mmap:
         flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
@@ -115,7 +125,8 @@ class Mapping:
     def window(self, closed: Callable[[], object] = bool) -> torch.Tensor:
         """The file as a 1-D uint8 tensor; `closed` is called once it and every view of it are gone."""
         view = memoryview(self._mapped)
-        weakref.finalize(view, closed).atexit = False
+        self._windows[0] += 1
+        weakref.finalize(view, _close_window, self._windows, closed).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)[: self.nbytes]
 
     def strays(self) -> list[int] | None:
@@ -143,6 +154,11 @@ class Mapping:
         """Map the file anew, which undoes what was written here; windows given out keep the old mapping."""
         self._mapped = self._map()
         self.reported.clear()
+
+
+def _close_window(windows: list[int], closed: Callable[[], object]) -> None:
+    windows[0] -= 1
+    closed()
 
 
 def _unsafe(fd: int, nbytes: int) -> str | None:

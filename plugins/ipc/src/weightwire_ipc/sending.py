@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
@@ -166,6 +166,8 @@ class Sending:
             else:
                 self._hand_out(batches, mine, number)
             self._feed.finish(number, self._deadline)
+        if self._outgoing.rows:
+            self._progress(self._outgoing.rows[-1][0], self._outgoing.nbytes)
         return self._outgoing.nbytes
 
     def _export(self, batches: Iterator[Batch], number: int) -> None:
@@ -188,7 +190,9 @@ class Sending:
             start = memory.data_ptr()
             targets = [start + offsets[row] for row, _ in arrived]
             sources = [tensor.data_ptr() for _, tensor in arrived]
-            copy_spans(spans(targets, sources, [tensor.nbytes for _, tensor in arrived]), self._deadline)
+            sizes = [tensor.nbytes for _, tensor in arrived]
+            # What lies between two parameters of the segment is nobody's.
+            copy_spans(spans(targets, sources, sizes, padding=ALIGNMENT - 1), self._deadline)
             return
         for row, tensor in arrived:
             self._deadline.check()
@@ -198,7 +202,7 @@ class Sending:
         """Say where everything lies, and bring what lies in no segment through the ring."""
         outgoing = self._outgoing
         route = outgoing.route(mine, self._info, self._memory)
-        if mine is not None:
+        if mine is not None and self._checksums.enabled:
             # Before anybody reads, so that a write meanwhile shows.
             self._note(list(enumerate(mine)))
         self._feed.tell_table(route.table, route.segments, self._deadline)
@@ -212,8 +216,7 @@ class Sending:
         elif ring is not None:
             through = {row: mine[place] for row, place in enumerate(route.through)}
             for fill in route.fills:
-                ring.write(fill, through, self._deadline)
-                faults.reach("ipc.slot")
+                self._fill(ring, fill, through, route.through)
         direct = len(outgoing.rows) - len(route.through)
         kind = "shared memory" if self._memory == "host" else "CUDA IPC"
         self.path = f"{kind}, {direct} parameters read in place, {len(route.through)} through a ring"
@@ -228,16 +231,19 @@ class Sending:
             self._note(arrived)
             while ring is not None and due and arrived and due[0].last <= arrived[-1][0]:
                 fill = due.popleft()
-                ring.write(fill, here, self._deadline)
-                faults.reach("ipc.slot")
+                self._fill(ring, fill, here, range(len(self._outgoing.rows)))
                 for row in fill.completes:
                     del here[row]
             self._deadline.check()
         assert not due, "every fill is complete when the source ends"
 
+    def _fill(self, ring: RingWriter, fill: Fill, tensors: Mapping[int, torch.Tensor], rows: Sequence[int]) -> None:
+        """Bring one fill to the workers; `rows` are those of the ring's rows."""
+        ring.write(fill, tensors, self._deadline)
+        faults.reach("ipc.slot")
+        self._sent += fill.nbytes
+        self._progress(self._outgoing.rows[rows[fill.last]][0], self._sent)
+
     def _note(self, arrived: Sequence[tuple[int, torch.Tensor]]) -> None:
         for row, tensor in arrived if self._checksums.enabled else ():
             self._checksums.add(self._outgoing.rows[row][0], [as_bytes(tensor)])
-        if arrived:
-            self._sent += sum(tensor.nbytes for _, tensor in arrived)
-            self._progress(self._outgoing.rows[arrived[-1][0]][0], self._sent)

@@ -101,7 +101,14 @@ def hold_port(state: State) -> int:
 def open_trainer(state: State, opening: Opening, client: Any, version: int, rank: int, port: int) -> None:
     """Make this rank's trainer engine."""
     source = PayloadSource(
-        opening.payload, version, rank=rank, owners=opening.owners, scope=opening.scope, whole=opening.whole
+        opening.payload,
+        version,
+        rank=rank,
+        owners=opening.owners,
+        scope=opening.scope,
+        whole=opening.whole,
+        place=opening.subject.place,
+        placed=state.setdefault("placed", {}),
     )
     fields: dict[str, Any] = {"timeout": 20.0, "peer_timeout": PEER_TIMEOUT, **opening.fields}
     if opening.count > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -38,6 +38,8 @@ class PayloadSource(WeightSource):
         owners: Who owns what; a parameter that is not in it is owned by all.
         scope: `"partial"` where it is a part of the workers' models.
         whole: Offer all tensors at once, as a source over a module does.
+        place: See `TransportUnderTest`.
+        placed: What it returned for a source before this one.
 
     Attributes:
         misdeed: What it does wrong in the next pass.
@@ -52,11 +54,15 @@ class PayloadSource(WeightSource):
         owners: Mapping[str, tuple[int, ...]] | None = None,
         scope: Scope = "full",
         whole: bool = False,
+        place: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+        placed: dict[str, Tensor] | None = None,
     ) -> None:
         self.payload, self.version, self.rank, self.scope = payload, version, rank, scope
         self.misdeed: Misdeed = ""
         self._owners = dict(owners or {})
-        self._whole = whole
+        self._whole = whole or place is not None
+        self._place = place
+        self._placed = {} if placed is None else placed
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
@@ -65,9 +71,10 @@ class PayloadSource(WeightSource):
 
     def resident(self) -> tuple[list[str], list[Tensor]] | None:
         """All tensors, if they are offered at once."""
-        if not self._whole:
+        if not self._whole or self.misdeed:
             return None
         pairs = self._pairs()
+        faults.reach(HALF_SENT)
         return [name for name, _ in pairs], [tensor for _, tensor in pairs]
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
@@ -85,6 +92,13 @@ class PayloadSource(WeightSource):
 
     def _pairs(self) -> list[tuple[str, Tensor]]:
         tensors = trainer_tensors(self.payload, self.version)
+        if self._place is not None:
+            if {name: one.shape for name, one in self._placed.items()} != {n: t.shape for n, t in tensors.items()}:
+                self._placed.clear()
+                self._placed.update(self._place(tensors))
+            for name, tensor in self._placed.items():
+                tensor.copy_(tensors[name])
+            tensors = self._placed
         return [(name, tensors[name]) for name in self.owned_names(self.rank)]
 
     def _spoiled(self, pairs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
+
 from weightwire import discovery
 from weightwire.loading import load
 from weightwire.messages import TrainerInitInfo
@@ -33,6 +35,9 @@ class TransportUnderTest:
         register: For a transport that is not installed: a module-level function, called in each process, that
             registers its engines with both factories.
         capabilities: What it can do; None takes what its plugin declares.
+        place: Puts a trainer's tensors where the transport reads them best, such as into shared memory: a module-level
+            function that is given them by name once, and whose tensors are written from then on. The source then
+            offers all at once.
     """
 
     backend: str
@@ -41,6 +46,7 @@ class TransportUnderTest:
     buffer_bytes: int = 4 << 20
     register: Callable[[], None] | None = None
     capabilities: frozenset[str] | None = None
+    place: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
 
     def declared(self) -> frozenset[str]:
         """The capabilities that decide what is skipped.
