@@ -33,6 +33,7 @@ engine.shutdown()
 
 WORKS: Final = {
     "weightwire-nccl": ROUND.format(module="weightwire_nccl", info="NCCLTrainerInitInfo"),
+    "weightwire-ipc": ROUND.format(module="weightwire_ipc", info="IPCTrainerInitInfo"),
     "weightwire-server": """
 import torch
 from weightwire import Worker

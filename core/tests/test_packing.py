@@ -100,6 +100,13 @@ def test_what_is_alike_and_lies_end_to_end_is_one_run() -> None:
     assert chunk.runs == ((0, 2), (2, 3), (3, 4), (4, 5), (5, 6))
 
 
+def test_packs_are_short_enough_to_go_side_by_side() -> None:
+    model = [ParamMeta(str(number), torch.uint8, (1 << 19,)) for number in range(20)]
+    chunks = plan(model, buffer_bytes=16 << 20)
+    assert [len(chunk.items) for chunk in chunks] == [8, 8, 4]
+    assert [name for chunk in chunks for name in chunk.names] == [meta.name for meta in model]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

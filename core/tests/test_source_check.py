@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from types import MappingProxyType
 
 import pytest
@@ -11,8 +14,9 @@ from torch import Tensor, nn
 
 from weightwire.errors import SourceMismatch
 from weightwire.layout import ParamMeta
-from weightwire.source import ModuleSource, StateDictSource
+from weightwire.source import ModuleSource, StateDictSource, WeightSource
 from weightwire.source_check import agree, checked
+from weightwire.source_reader import SourceReader
 
 NAMES = ["a", "b", "c"]
 EXPECTED = [ParamMeta(name, torch.complex64, (2, 3)) for name in NAMES]
@@ -106,3 +110,129 @@ def test_only_a_dict_is_known_to_hold_its_tensors() -> None:
     assert resident == (["a", "b"], list(tensors.values()))
     assert StateDictSource(MappingProxyType(tensors)).resident() is None
     assert StateDictSource(lambda: tensors).resident() is None
+
+
+# Many at once
+
+
+def hundreds() -> tuple[list[ParamMeta], list[Tensor]]:
+    """More than are compared at a time."""
+    expected = [ParamMeta(f"p{number}", torch.float32, (2, 3)) for number in range(2500)]
+    return expected, [torch.full((2, 3), float(number)) for number in range(2500)]
+
+
+class Listed(WeightSource):
+    """Yields `tensors` under the names that are expected, whatever they are."""
+
+    def __init__(self, expected: list[ParamMeta], tensors: list[Tensor]) -> None:
+        self._expected, self._tensors = expected, tensors
+
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:
+        return self._expected
+
+    def resident(self) -> tuple[list[str], list[Tensor]]:
+        names = [meta.name for meta in self._expected] + ["extra"]
+        return names[: len(self._tensors)], self._tensors
+
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        return zip(*self.resident(), strict=True)
+
+
+def reader(expected: list[ParamMeta], tensors: list[Tensor]) -> SourceReader:
+    return SourceReader(Listed(expected, tensors), expected, 0, "full")
+
+
+def batches(expected: list[ParamMeta], tensors: list[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
+    return reader(expected, tensors).batches()
+
+
+def test_thousands_come_by_the_block_and_once_each() -> None:
+    expected, tensors = hundreds()
+    blocks = list(batches(expected, tensors))
+    assert len(blocks) < 5
+    assert [place for places, _ in blocks for place in places] == list(range(2500))
+    assert all(one is tensors[place] for places, some in blocks for place, one in zip(places, some, strict=True))
+
+
+@pytest.mark.parametrize("odd", [torch.zeros(3, 2).mT, torch.zeros(2, 0).expand(2, 0)], ids=["strides", "empty"])
+def test_from_the_first_odd_one_on_they_come_one_by_one(odd: Tensor) -> None:
+    expected, tensors = hundreds()
+    expected[1500], tensors[1500] = ParamMeta("p1500", torch.float32, tuple(odd.shape)), odd
+    blocks = list(batches(expected, tensors))
+    assert 1 < len(blocks[0][1]) <= 1500
+    assert len(blocks[-1][1]) == 1
+    assert [place for places, _ in blocks for place in places] == list(range(2500))
+    found = [one for _, some in blocks for one in some]
+    assert all(one.is_contiguous() and torch.equal(one, other) for one, other in zip(found, tensors, strict=True))
+
+
+def test_a_mismatch_far_behind_is_named_before_it_comes() -> None:
+    expected, tensors = hundreds()
+    tensors[1500] = torch.zeros(3, 2)
+    came: list[int] = []
+    with pytest.raises(SourceMismatch, match="'p1500' at index 1500 as torch.float32 of shape"):
+        came.extend(len(some) for _, some in batches(expected, tensors))
+    assert sum(came) == 1500
+
+
+def test_too_few_and_too_many_are_told() -> None:
+    expected, tensors = hundreds()
+    with pytest.raises(SourceMismatch, match="ends at index 2499"):
+        list(batches(expected, tensors[:-1]))
+    with pytest.raises(SourceMismatch, match="'extra' at index 2500, after all"):
+        list(batches(expected, [*tensors, tensors[0]]))
+    assert list(batches([], [])) == []
+
+
+def test_what_is_present_may_have_other_strides_and_must_be_what_is_declared() -> None:
+    expected, tensors = hundreds()
+    assert reader(expected, tensors).present() is tensors
+    tensors[1500] = torch.arange(6.0).view(3, 2).mT
+    found = reader(expected, tensors).present()
+    assert found is not None
+    assert [one.data_ptr() for one in found] == [one.data_ptr() for one in tensors]
+    assert not found[1500].is_contiguous()
+    tensors[1600] = torch.zeros(3, 2)
+    with pytest.raises(SourceMismatch, match="'p1600' at index 1600 as torch.float32 of shape"):
+        reader(expected, tensors).present()
+
+
+def test_what_is_remembered_of_a_walk_is_not_trusted() -> None:
+    """Names and ties follow the module, whatever happens to it between two passes."""
+    module = Ties()
+    source = ModuleSource(module)
+
+    def same() -> None:
+        resident, named = source.resident(), dict(module.named_parameters())
+        assert resident is not None
+        assert resident[0] == list(named)
+        assert [id(one) for one in resident[1]] == [id(one) for one in named.values()]
+
+    def change(action: Callable[[], object]) -> None:
+        same()
+        action()
+        same()
+
+    for _ in range(3):
+        same()
+    change(lambda: setattr(module.second, "weight", nn.Parameter(torch.ones(3, 3))))
+    change(lambda: setattr(module.second, "weight", module.first.bias))
+    change(lambda: setattr(module, "none", nn.Parameter(torch.ones(1))))
+    change(lambda: setattr(module, "none", None))
+    change(lambda: setattr(module, "first", nn.Linear(3, 3)))
+    change(lambda: module.add_module("later", module.first))
+    change(lambda: delattr(module, "last"))
+    change(lambda: setattr(module.second, "own", None))
+    change(lambda: module.second._parameters.update(renamed=module.second._parameters.pop("weight")))
+    change(lambda: module._modules.update(other=module._modules.pop("second")))
+
+
+def test_a_source_keeps_no_tensor_that_the_module_has_dropped() -> None:
+    module = nn.Linear(2, 2)
+    source = ModuleSource(module)
+    assert source.resident() is not None
+    gone = weakref.ref(module.weight)
+    module.weight = nn.Parameter(torch.zeros(2, 2))
+    gc.collect()
+    assert gone() is None

@@ -162,6 +162,8 @@ def reshard(module: nn.Module) -> None:
     """
     fully_sharded = _loaded("torch.distributed.fsdp", "FSDPModule")
     flattened = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if not (fully_sharded or flattened):
+        return
     for name, submodule in module.named_modules():
         if isinstance(submodule, flattened):
             raise Unsupported(

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from weightwire.sink import Held
 from weightwire.staging import sha256
 
 _LISTED = 3
+_BLOCK = 1024
+_DTYPE = operator.attrgetter("dtype")
 
 
 @dataclass(eq=False, slots=True)
@@ -34,32 +37,69 @@ class Views:
     ours: bool
 
 
+@dataclass(eq=False, slots=True)
+class Turn:
+    """Which of their two storages is live in the groups that share it: thousands change places by one assignment."""
+
+    live: int = 0
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Group:
     """The entries that live in one storage and so are rebound together.
 
     Attributes:
-        storage: The live one.
-        live: Views of it, made when first needed.
-        spare: A second storage to receive into.
+        pair: The live storage and the spare one; `turn` says which is which.
         adopted: The live storage was handed over by a transport: that others lie in it too is no wish of the model.
         copied_because: Why a rebind would not be seen; None where it is.
     """
 
-    storage: torch.UntypedStorage
+    pair: list[Views | None]
     entries: list[Entry] = field(default_factory=list)
-    live: Views | None = None
-    spare: Views | None = None
     adopted: bool = False
     copied_because: str | None = None
+    turn: Turn = field(default_factory=Turn)
+
+    @property
+    def _live(self) -> Views:
+        live = self.pair[self.turn.live]
+        assert live is not None, "a group has live storage"
+        return live
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The live one."""
+        return self._live.storage
 
     def views(self) -> Views:
         """The live storage as tensors, kept so that a rebind can be undone and repeated."""
-        if self.live is None:
+        live = self._live
+        if not live.tensors:
             with torch.inference_mode(False):
-                tensors = [entry.tensors[0].data for entry in self.entries]
-            self.live = Views(self.storage, tensors, ours=False)
-        return self.live
+                live.tensors += [entry.tensors[0].data for entry in self.entries]
+        return live
+
+    @property
+    def spare(self) -> Views | None:
+        """A second storage to receive into."""
+        return self.pair[not self.turn.live]
+
+    @spare.setter
+    def spare(self, views: Views | None) -> None:
+        self.pair[not self.turn.live] = views
+
+    def rebound(self, views: Views, *, adopted: bool) -> bool:
+        """Note that `views` are live now; returns whether those before may be received into, being a sink's own."""
+        before = self._live
+        reusable = before.ours and not adopted
+        self.pair[self.turn.live], self.spare, self.adopted = views, before if reusable else None, adopted
+        return reusable
+
+    def join(self, turn: Turn) -> None:
+        """Share `turn` from now on."""
+        if self.turn.live != turn.live:
+            self.pair.reverse()
+        self.turn = turn
 
     def count_tensors(self) -> int:
         """How many tensors over the live storage are accounted for: the model's and our views."""
@@ -126,6 +166,26 @@ class Entry:
 
 
 @dataclass(eq=False, slots=True)
+class Bound:
+    """Side by side: tensor objects that can be rebound, views of the memory that each should have, and their dtypes."""
+
+    tensors: list[torch.Tensor]
+    memory: list[torch.Tensor]
+    dtypes: list[torch.dtype]
+
+    def unchanged(self) -> bool:
+        """Whether each has its memory; looked at by the block, which stays in the processor's cache."""
+        for start in range(0, len(self.tensors), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            tensors = self.tensors[block]
+            if list(map(_DTYPE, tensors)) != self.dtypes[block]:
+                return False
+            if not all(map(torch.Tensor.is_set_to, tensors, self.memory[block])):
+                return False
+        return True
+
+
+@dataclass(eq=False, slots=True)
 class Inventory:
     """All tensors of one model as they were found; `unchanged` says whether they still are so.
 
@@ -135,8 +195,9 @@ class Inventory:
         inference: Some were made in inference mode, and may be written in it alone.
         sharded: Some are DTensors.
         places: Where the modules keep parameters, buffers and other modules.
+        vacant: Where they keep none.
         found: What was there.
-        bound: The tensor objects that can be rebound, and beside each a view of the memory it should have.
+        bound: What `unchanged` compares; None until it is worked out.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -145,8 +206,9 @@ class Inventory:
     inference: bool = False
     sharded: bool = False
     places: list[dict[str, Any]] = field(default_factory=list)
+    vacant: list[dict[str, Any]] = field(default_factory=list)
     found: list[object] = field(default_factory=list)
-    bound: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+    bound: Bound | None = None
     _adopted_users: dict[int, int] = field(default_factory=dict)
 
     def unchanged(self) -> bool:
@@ -158,21 +220,23 @@ class Inventory:
                 for entry, view in zip(group.entries, group.views().tensors, strict=True)
                 for tensor in entry.tensors
             ]
-            self.bound = [tensor for tensor, _ in pairs], [view for _, view in pairs]
-        found = [value for place in self.places for value in place.values()]
+            self.bound = _bound([tensor for tensor, _ in pairs], [view for _, view in pairs])
+        found = list(chain.from_iterable(map(operator.methodcaller("values"), self.places)))
         return (
             len(found) == len(self.found)
             and all(map(operator.is_, found, self.found))
-            and all(map(operator.is_, *(map(operator.attrgetter("dtype"), one) for one in self.bound)))
-            and all(map(torch.Tensor.is_set_to, *self.bound))
+            and not any(self.vacant)
+            and self.bound.unchanged()
         )
 
     def rebound(self, tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> None:
         """Note that a commit has bound `tensors` to `memory`."""
         self._adopted_users.clear()
-        if tensors:
-            complete = self.bound is not None and len(self.bound[0]) == len(tensors)
-            self.bound = (tensors, memory) if complete else None
+        if self.bound is not None and self.bound.tensors is tensors:
+            self.bound.memory = memory
+        elif tensors:
+            complete = self.bound is not None and len(self.bound.tensors) == len(tensors)
+            self.bound = _bound(tensors, memory) if complete else None
 
     def known_users(self, group: Group) -> int:
         """How many tensors over the live storage of `group` are accounted for."""
@@ -252,6 +316,10 @@ class Inventory:
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
         more = f" ({len(names) - 1} more names are unknown)" if len(names) > 1 else ""
         return UpdateRefused(f"the model has no parameter {names[0]!r}{hint}{more}", parameter=names[0])
+
+
+def _bound(tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> Bound:
+    return Bound(tensors, memory, list(map(_DTYPE, memory)))
 
 
 def _check(entry: Entry, meta: ParamMeta, *, cast: bool) -> None:

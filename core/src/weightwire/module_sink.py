@@ -164,8 +164,8 @@ class ModuleSink(WeightSink):
     def targets(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """See `WeightSink.targets`."""
         update, names, found = self._open(), list(names), {}
-        if update.landing.keys() >= set(names):
-            return {name: update.landing[name] for name in names}
+        if len(names) == len(update.landing) and names == list(update.landing):  # mostly the same objects: no hashing
+            return dict(update.landing)
         with _plain():
             for name in names:
                 target = update.landing.get(name)
@@ -194,7 +194,7 @@ class ModuleSink(WeightSink):
     def received(self, names: Iterable[str]) -> None:
         """See `WeightSink.received`."""
         update, names = self._open(), list(names)
-        known = update.chosen.keys() >= set(names)
+        known = all(map(update.chosen.__contains__, names))
         update.arrive_all(names if known else [name for name in names if update.find(name)])
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:

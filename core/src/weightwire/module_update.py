@@ -12,7 +12,7 @@ from torch import nn
 
 from weightwire.dtensor import reshard
 from weightwire.errors import UpdateRefused
-from weightwire.inventory import Entry, Group, Views
+from weightwire.inventory import Entry, Group, Turn, Views
 from weightwire.layout import ParamMeta
 from weightwire.patching import ReadyPatch
 from weightwire.sink import CommitReport, Patch
@@ -74,12 +74,12 @@ class Update:
         Raises:
             UpdateRefused: One had come before.
         """
+        twice = () if self.came.isdisjoint(names) else self.came.intersection(names)
         expected = len(self.came) + len(names)
-        again = self.came.intersection(names)
         self.came.update(names)
         if len(self.came) != expected:
-            twice = next(iter(again), None) or next(name for name, count in Counter(names).items() if count > 1)
-            raise UpdateRefused(f"{twice!r} came twice in one update", parameter=twice)
+            name = next(iter(twice), None) or next(name for name, count in Counter(names).items() if count > 1)
+            raise UpdateRefused(f"{name!r} came twice in one update", parameter=name)
 
     def filled(self) -> Iterator[str]:
         """The names whose whole tensors were copied or received into our memory."""
@@ -132,6 +132,8 @@ class Plan:
         partial: Some storage was completed from the live one.
         half_copied: An error left some of the copies done.
         repeatable: It has run, and can be `turn`ed.
+        idle: Handle of each group's spare storage, once it was turned.
+        common: What its groups share, once it was turned.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -147,6 +149,8 @@ class Plan:
     partial: bool = False
     half_copied: bool = False
     repeatable: bool = False
+    idle: list[int] = field(default_factory=list)
+    common: Turn | None = None
 
     def add(self, rebind: Rebind, known_users: int) -> None:
         """Rebind a group, of whose live storage `known_users` tensors are accounted for."""
@@ -169,6 +173,7 @@ class Plan:
         counts = count_users(self.live)
         if counts is None or counts == self.known:  # the usual case, and a tenth of the time
             return
+        self._part()
         held = [users > known for users, known in zip(counts, self.known, strict=True)]
         everything = list(zip(self.rebinds, held, strict=True))
         self.tensors, self.after, self.before, self.swapped, self.adopted = [], [], [], 0, 0
@@ -206,22 +211,31 @@ class Plan:
 
     def settle(self) -> None:
         """Note that it has run: what was live is received into next time, if a sink allocated it."""
+        if self.common is not None:
+            self.common.live = 1 - self.common.live
+            return
         self.repeatable = not (self.copies or self.patches or self.partial)
         for rebind in self.rebinds:
-            group, views, before = rebind.group, rebind.views, rebind.group.live
-            group.live, group.storage, group.adopted = views, views.storage, rebind.adopted
-            if before is not None and before.ours and not rebind.adopted:
-                group.spare = before
-            else:
-                group.spare, self.repeatable = None, False
+            reusable = rebind.group.rebound(rebind.views, adopted=rebind.adopted)
+            self.repeatable = self.repeatable and reusable
 
     def turn(self) -> None:
         """After `settle`: become the plan that rebinds everything to what was live before."""
-        for rebind in self.rebinds:
-            assert rebind.group.spare is not None
-            rebind.views = rebind.group.spare
+        if self.common is None:
+            self.common = Turn()
+            for rebind in self.rebinds:
+                rebind.group.join(self.common)
+            self.idle = [rebind.group.storage._cdata for rebind in self.rebinds]
         self.after, self.before = self.before, self.after
-        self.live = [rebind.group.storage._cdata for rebind in self.rebinds]
+        self.live, self.idle = self.idle, self.live
+
+    def _part(self) -> None:
+        """No longer change all groups over together."""
+        if self.common is not None:
+            self.common = None
+            for rebind in self.rebinds:
+                assert rebind.group.spare is not None, "what was turned has two storages"
+                rebind.views = rebind.group.spare
 
     def report(self, began: float) -> CommitReport:
         """What was done since `began`, by `time.perf_counter`."""

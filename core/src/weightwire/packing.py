@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import itertools
 import json
+import operator
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,9 @@ from weightwire.layout import ParamMeta
 ALIGNMENT = 64
 """Bytes at which every ring buffer, and by default every packed tensor, starts."""
 
+_INDEX = operator.attrgetter("index")
 _PACK_BELOW = 1 << 20
+_PACK_BYTES = 4 << 20
 _DIRECT_BUFFERS = 2
 _SPAN_TARGETS = 8
 
@@ -56,6 +59,7 @@ class Chunk:
         items: Its parameters, in metadata order.
         runs: Ranges of `items` of one dtype and shape that lie end to end, and so are copied and viewed by one call.
         nbytes: Length of the message.
+        names: Of its parameters.
     """
 
     sender: int
@@ -63,6 +67,7 @@ class Chunk:
     items: tuple[ChunkItem, ...]
     runs: tuple[tuple[int, int], ...]
     nbytes: int
+    names: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
 
 def plan_chunks(
@@ -77,7 +82,8 @@ def plan_chunks(
 
     Chunks come in the order of their last parameter, so a sender that goes through its parameters once can send each
     as soon as it is complete. A chunk takes its sender's small, or its large, tensors as they come, until the next
-    does not fit: a pack is at most one buffer long, large tensors are together at most two (one by itself may be more).
+    does not fit: a pack is at most one buffer long, and at most 4 MiB, so that packing one, sending another and
+    unpacking a third go on side by side; large tensors are together at most two buffers (one by itself may be more).
 
     Args:
         metadata: All parameters; each is sent by its first owner.
@@ -102,7 +108,8 @@ def plan_chunks(
         items = growing.get(kind, [])
         end = items[-1].offset + items[-1].nbytes if items else 0
         offset = _aligned(end, align) if pack else end
-        if items and offset + meta.nbytes > (buffer_bytes if pack else _DIRECT_BUFFERS * buffer_bytes):
+        longest = min(buffer_bytes, _PACK_BYTES) if pack else _DIRECT_BUFFERS * buffer_bytes
+        if items and offset + meta.nbytes > longest:
             chunks.append(_chunk(*kind, growing.pop(kind), metadata))
             offset = 0
         growing.setdefault(kind, []).append(ChunkItem(index, offset, meta.nbytes))
@@ -115,7 +122,9 @@ def _aligned(offset: int, align: int) -> int:
 
 
 def _chunk(sender: int, packed: bool, items: list[ChunkItem], metadata: Sequence[ParamMeta]) -> Chunk:
-    return Chunk(sender, packed, tuple(items), _runs_of(items, metadata), items[-1].offset + items[-1].nbytes)
+    names = tuple(metadata[item.index].name for item in items)
+    length = items[-1].offset + items[-1].nbytes
+    return Chunk(sender, packed, tuple(items), _runs_of(items, metadata), length, names)
 
 
 def _runs_of(items: list[ChunkItem], metadata: Sequence[ParamMeta]) -> tuple[tuple[int, int], ...]:
@@ -148,7 +157,7 @@ def fill_chunk(buffer: Tensor, chunk: Chunk, tensors: Mapping[int, Tensor]) -> T
         The part of `buffer` to send.
     """
     for items in _runs(chunk):
-        parts = [tensors[item.index] for item in items]
+        parts = list(map(tensors.__getitem__, map(_INDEX, items)))
         torch.stack(parts, out=_stacked(buffer, items, parts[0].dtype, parts[0].shape))
     return buffer[: chunk.nbytes]
 
@@ -180,9 +189,10 @@ def unpack_chunk(
     """
     copied: list[str] = []
     views: list[tuple[str, Tensor]] = []
-    for items in _runs(chunk):
-        names = [metadata[item.index].name for item in items]
-        spans = _spans([targets.get(name) for name in names], items[0].nbytes)
+    for first, end in chunk.runs:
+        items, names = chunk.items[first:end], chunk.names[first:end]
+        here = all(map(targets.__contains__, names))
+        spans = _spans(list(map(targets.__getitem__, names)), items[0].nbytes) if here else None
         if spans is None:
             views += zip(names, _rows(buffer, items, metadata).unbind(0), strict=True)
             continue
@@ -194,21 +204,14 @@ def unpack_chunk(
     return copied, views
 
 
-def _spans(targets: Sequence[Tensor | None], nbytes: int) -> list[Tensor] | None:
+def _spans(targets: Sequence[Tensor], nbytes: int) -> list[Tensor] | None:
     """The memory of targets of `nbytes` each in as few parts as it lies in, while they live; None if in many."""
     first = targets[0]
-    if (
-        len(targets) < _SPAN_TARGETS
-        or not nbytes
-        or first is None
-        or first.device.type != "cpu"
-        or first.nbytes != nbytes
-    ):
+    if len(targets) < _SPAN_TARGETS or not nbytes or first.device.type != "cpu" or first.nbytes != nbytes:
         return None
-    places = [one.data_ptr() for one in targets if one is not None]
-    if len(places) < len(targets):
-        return None
-    starts = [0, *(n for n in range(1, len(places)) if places[n] != places[n - 1] + nbytes), len(places)]
+    places = list(map(Tensor.data_ptr, targets))
+    breaks = map(operator.ne, places[1:], map(nbytes.__add__, places))
+    starts = [0, *itertools.compress(itertools.count(1), breaks), len(places)]
     if len(starts) > 1 + len(places) // _SPAN_TARGETS:
         return None
     memory = [
@@ -304,7 +307,8 @@ class BufferRing:
                 self._free.append(self._leaving.popleft()[0])
             if not self._free and self._allocated == self._count:
                 return None
-            slot = Slot(self._free.popleft() if self._free else self._allocate(), self)
+            # The one that came back last is the one that the processor's cache knows best.
+            slot = Slot(self._free.pop() if self._free else self._allocate(), self)
             self._lent.add(slot)
             return slot
 

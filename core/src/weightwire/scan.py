@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightwire.dtensor import is_dtensor, is_member, mesh_layout, piece
-from weightwire.inventory import Entry, Group, Inventory
+from weightwire.inventory import Entry, Group, Inventory, Views
 from weightwire.layout import Box, ParamMeta
 from weightwire.staging import is_dense
 
@@ -48,13 +48,15 @@ class _Scan:
             for alias in dict.fromkeys((clean, name) if persistent else ()):
                 if self.inventory.by_name.setdefault(alias, entry) is entry:
                     entry.names.append(alias)
+        for group in self.inventory.groups:
+            group.views()  # taken now, so that whatever changes from here on is noticed
 
     def _walk(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool, bool]]:
         """Name, tensor, whether a parameter, whether in the state dict; notes where each was found."""
         for prefix, module in model.named_modules(remove_duplicate=False):
             dot = f"{prefix}." if prefix else ""
             for place in (module._parameters, module._buffers, module._modules):
-                self.inventory.places.append(place)
+                (self.inventory.places if place else self.inventory.vacant).append(place)
                 self.inventory.found += place.values()
             for key, parameter in module._parameters.items():
                 if parameter is not None:
@@ -88,7 +90,7 @@ class _Scan:
         storage, adopted = tensor.untyped_storage(), id(tensor) in self._adopted
         if not adopted and storage._cdata in self._by_storage:
             return self._by_storage[storage._cdata]
-        group = Group(storage, adopted=adopted)
+        group = Group([Views(storage, [], ours=False), None], adopted=adopted)
         if storage.device.type == "cpu" and storage.is_shared():
             group.copied_because = "memory that is mapped or shared with other processes"
         if not adopted:

@@ -16,6 +16,7 @@ it gets the same answer. The last 16 updates are remembered.
 
 from __future__ import annotations
 
+import copy
 import secrets
 import threading
 from collections import OrderedDict
@@ -94,7 +95,12 @@ class Answer:
 
 def _without_traceback(error: BaseException) -> BaseException:
     """An error to keep: the one that was raised holds, through its frames, all that the failed call had in hand."""
-    return type(error).from_json(error.to_json()) if isinstance(error, WeightwireError) else error
+    if isinstance(error, WeightwireError):
+        return type(error).from_json(error.to_json())
+    try:
+        return copy.copy(error)
+    except TypeError:  # a class that its arguments alone do not make
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class UpdateSession:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from itertools import chain, compress, repeat
 from typing import Any, Final
 
 import torch
@@ -172,18 +174,25 @@ class ModuleSource(_TensorSource):
 
     def __init__(self, module: nn.Module, *, buffers: bool = False) -> None:
         self._module = _unwrapped(module)
-        self._buffers = buffers
+        self._parameters = _Walk(_parameters)
+        self._buffers = _Walk(_persistent_buffers) if buffers else None
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from zip(*self._lists(), strict=True)
 
     def _lists(self) -> tuple[list[str], list[Tensor]]:
         reshard(self._module)
-        names, tensors = _named(self._module, _parameters)
-        if self._buffers:
-            more = _named(self._module, _persistent_buffers)
+        names, tensors = self._parameters(self._module)
+        if self._buffers is not None:
+            more = self._buffers(self._module)
             names, tensors = names + more[0], tensors + more[1]
         return names, tensors
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first tensor lives; the CPU if there is none."""
+        tensors = chain(self._module.parameters(), self._module.buffers() if self._buffers is not None else ())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def resident(self) -> tuple[list[str], list[Tensor]] | None:
         """All tensors, unless a DTensor is among them."""
@@ -204,29 +213,37 @@ def _own_name(name: str) -> str:
     return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
 
 
-def _named(
-    module: nn.Module, kind: Callable[[nn.Module], Mapping[str, Tensor | None]]
-) -> tuple[list[str], list[Tensor]]:
-    """Tensors of all submodules in the order of `named_parameters`, each once, under the model's own names."""
-    names: list[str] = []
-    tensors: list[Any] = []
-    seen = {id(None)}
-    for path, submodule in module.named_modules():
-        own = _own_name(path)
-        prefix = f"{own}." if own else ""
-        here = kind(submodule)
-        ids = list(map(id, here.values()))
-        if not seen.isdisjoint(ids) or len(set(ids)) < len(ids):
-            here = _untied(here, seen)
-        seen.update(ids)
-        names += [prefix + name for name in here]
-        tensors += here.values()
-    return names, tensors
+class _Walk:
+    """Passes over one kind of tensors of a module, in the order of `named_parameters`, each once."""
 
+    def __init__(self, kind: Callable[[nn.Module], Mapping[str, Tensor | None]]) -> None:
+        self._kind = kind
+        self._seen: tuple[list[Any], ...] = ()
+        self._names: list[str] = []
+        self._first: list[bool] = []
 
-def _untied(tensors: Mapping[str, Tensor | None], seen: set[int]) -> dict[str, Tensor | None]:
-    first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
-    return {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen and first[id(tensor)] == name}
+    def __call__(self, module: nn.Module) -> tuple[list[str], list[Tensor]]:
+        """The model's own names, and the tensors."""
+        paths: list[str] = []
+        counts: list[int] = []
+        keys: list[str] = []
+        found: list[Any] = []
+        for path, submodule in module.named_modules():
+            if here := self._kind(submodule):
+                paths.append(path)
+                counts.append(len(here))
+                keys += here
+                found += here.values()
+        # Names, and which tensors are new, follow from these alone: mostly they are as the last time. Addresses, since
+        # the tensors themselves would be kept from being freed.
+        seen = paths, counts, keys, list(map(id, found))
+        if seen != self._seen:
+            self._seen, first = seen, {id(None): -1}
+            self._first = [first.setdefault(one, place) == place for place, one in enumerate(seen[-1])]
+            prefixes = (f"{own}." if (own := _own_name(path)) else "" for path in paths)
+            repeated = chain.from_iterable(map(repeat, prefixes, counts))
+            self._names = list(compress(map(operator.add, repeated, keys), self._first))
+        return self._names, found if len(self._names) == len(found) else list(compress(found, self._first))
 
 
 def _parameters(module: nn.Module) -> Mapping[str, Tensor | None]:

@@ -39,7 +39,7 @@ from weightwire.rendezvous import Rendezvous
 from weightwire.report import ProgressCallback, TransferReport
 from weightwire.session import Revision
 from weightwire.source import WeightSource
-from weightwire.source_check import agree, checked
+from weightwire.source_reader import SourceReader
 from weightwire.trainer_round import TrainerRound
 
 TTrainerInitInfo = TypeVar("TTrainerInitInfo", bound=TrainerInitInfo)
@@ -54,6 +54,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         rendezvous: The link, while there is one.
         metadata: Every parameter, as the source declares it.
         total_bytes: Size of all parameters.
+        reader: This rank's passes over the source.
         next_revision: The revision that the next commit makes.
         acknowledged: The revision the workers are known to be on.
         trainer_id: Random; tells the workers this trainer from another.
@@ -84,7 +85,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self.metadata: tuple[ParamMeta, ...] = ()
         self.metadata_digest = ""
         self.total_bytes = 0
-        self._owned: list[tuple[int, ParamMeta]] = []
+        self.reader: SourceReader
         self._members: Membership
         self.trainer_id = secrets.token_hex(16)
         self._round = 0
@@ -120,6 +121,13 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
 
     def connect(self, deadline: Deadline) -> None:
         """Build the data plane to `self.fleet`."""
+
+    def prepare_round(self) -> None:
+        """Do what needs no worker, while the workers look whether they take what is coming.
+
+        Raises:
+            WeightwireError: The round cannot be; every rank hears of it, and the link stays.
+        """
 
     @abstractmethod
     def transmit(self, number: int, deadline: Deadline) -> int:
@@ -185,7 +193,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         check_metadata(self.metadata)
         self.metadata_digest = metadata_digest(self.metadata)
         self.total_bytes = total_bytes(self.metadata)
-        self._owned = [(index, meta) for index, meta in enumerate(self.metadata) if meta.owned_by(self.rank)]
+        self.reader = SourceReader(source, self.metadata, self.rank, self.consumes)
         self._members = Membership(info, source, self.metadata)
 
     def _open(self, deadline: Deadline) -> None:
@@ -276,25 +284,25 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         Raises:
             SourceMismatch: The source yields something other than it declares.
         """
-        assert self.source is not None
-        owned = [meta for _, meta in self._owned]
-        if self.consumes == "full":
-            return checked(self.source.iter_full(), owned)
-        return checked(self.source.iter_local(), owned, local_rank=self.rank)
+        return self.reader.pairs()
 
     def batches(self) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
-        """Places in the metadata, and what `pairs` yields for them: all if it is there anyway, else one by one.
+        """Places in the metadata, and what `pairs` yields for them: many at once if all is there, else one by one.
 
         Raises:
             SourceMismatch: As `pairs`.
         """
-        assert self.source is not None
-        places, resident = [place for place, _ in self._owned], self.source.resident()
-        if resident is not None and agree(*resident, [meta for _, meta in self._owned]):
-            yield places, resident[1]
-            return
-        for place, (_, tensor) in zip(places, self.pairs(), strict=True):
-            yield [place], [tensor]
+        return self.reader.batches()
+
+    def present(self) -> list[torch.Tensor] | None:
+        """This rank's parameters, if all are there anyway from the beginning to the end of the round; else None.
+
+        They are compared with the metadata as in `pairs`, and need not be contiguous.
+
+        Raises:
+            SourceMismatch: As `pairs`.
+        """
+        return self.reader.present()
 
     def send_weights(
         self,

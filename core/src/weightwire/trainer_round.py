@@ -17,6 +17,7 @@ import torch
 from weightwire import faults
 from weightwire.control_call import ControlCall
 from weightwire.deadline import Deadline
+from weightwire.errors import WeightwireError
 from weightwire.rendezvous import Outcome, Rendezvous
 from weightwire.report import ProgressEvent, RankReport, TransferReport
 
@@ -70,8 +71,11 @@ class TrainerRound:
         with self._timed("begin"):
             self._tell("begin")
             self._beside(self._start_and_update, "update_weights")
+            refusal = self._prepared()
             agree = {"metadata": engine.metadata_digest, "scope": self._scope}
-            self._decide(self._rendezvous.exchange(f"begin-{number}", deadline=self._deadline, agree=agree))
+            self._decide(
+                self._rendezvous.exchange(f"begin-{number}", deadline=self._deadline, agree=agree, error=refusal)
+            )
         self.begun = True
         faults.reach("trainer.begin")
         self._rendezvous.note_phase(f"transfer-{number}")
@@ -92,6 +96,14 @@ class TrainerRound:
             done.raise_failed()
         self._tell("done")
         return self._report(done, reinitialised=reinitialised)
+
+    def _prepared(self) -> WeightwireError | None:
+        try:
+            with torch.no_grad():
+                self._engine.prepare_round()
+        except WeightwireError as error:
+            return error
+        return None
 
     def _start_and_update(self) -> None:
         engine = self._engine

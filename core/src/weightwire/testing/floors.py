@@ -1,6 +1,7 @@
 """The references of every benchmark: memcpy, and raw gloo in the simplest forms.
 
-memcpy                  one thread copies the payload's bytes within the sender, huge pages, warm
+memcpy                  one call of the C library's memcpy over the payload's bytes in the sender, huge pages, warm
+memcpy_by_tensor        the same bytes tensor by tensor, on ordinary pages as a model's
 raw_broadcast           one tensor of the payload's size, one gloo broadcast to all receivers
 raw_send                the same tensor by gloo send/recv, all receivers at once
 per_tensor_broadcast    a broadcast for each tensor, one after the other
@@ -9,48 +10,70 @@ per_tensor_send         send/recv for each tensor, one after the other
 
 from __future__ import annotations
 
+import ctypes
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import FileStore
 
+from weightwire.source import as_bytes
 from weightwire.testing.measure_rank import Seat, Way
-from weightwire.testing.payload import digest, huge_buffer, randomize
+from weightwire.testing.payload import build_module, digest, huge_buffer, randomize
 
 _TIMEOUT = timedelta(seconds=120)
 
 
 class Memcpy(Way):
-    """The sender copies the payload's bytes from one warm buffer to another; receivers rest."""
+    """The sender copies the payload's bytes from one warm buffer to another; receivers rest.
+
+    It is the C library's memcpy that copies, which writes past the caches: torch's `copy_` is a third slower.
+    """
 
     name = "memcpy"
     weighed_rounds = 1
+    _original: list[torch.Tensor]
+    _copy: list[torch.Tensor]
 
     def connect(self, seat: Seat, offers: list[Any]) -> None:
-        """Allocate original and copy, both on huge pages: this is what memory can do at best."""
+        """Allocate original and copy."""
         if seat.sends:
-            self._original = huge_buffer(seat.payload.nbytes)
-            self._copy = huge_buffer(seat.payload.nbytes)
-            randomize(self._original, torch.Generator().manual_seed(0))
+            self._original, self._copy = self.allocate(seat), self.allocate(seat)
+            generator = torch.Generator().manual_seed(0)
+            for tensor in self._original:
+                randomize(as_bytes(tensor), generator)
+
+    def allocate(self, seat: Seat) -> list[torch.Tensor]:
+        """The payload's bytes as zeros, every page touched, on huge pages: this is what memory can do at best."""
+        return [huge_buffer(seat.payload.nbytes)]
 
     def step(self, seat: Seat) -> None:
         """Copy."""
         if seat.sends:
-            self._copy.copy_(self._original)
+            for target, source in zip(self._copy, self._original, strict=True):
+                ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def held(self, seat: Seat) -> list[torch.Tensor]:
         """The bytes that are copied."""
-        return [self._original] if seat.sends else []
+        return self._original if seat.sends else []
 
     def warm(self, seat: Seat) -> None:
-        """Touch both buffers; receivers hold nothing."""
-        if seat.sends:
-            self.step(seat)
+        """Touch both; receivers hold nothing."""
+        self.step(seat)
 
     def digests(self, seat: Seat) -> list[str]:
         """Of original and copy."""
-        return [digest([self._original]), digest([self._copy])] if seat.sends else []
+        return [digest(self._original), digest(self._copy)] if seat.sends else []
+
+
+class MemcpyByTensor(Memcpy):
+    """The same for a module's parameters, one after the other, where a module has them."""
+
+    name = "memcpy_by_tensor"
+
+    def allocate(self, seat: Seat) -> list[torch.Tensor]:
+        """Parameters of zeros on ordinary pages, all touched."""
+        return [parameter.data for parameter in build_module(seat.payload).parameters()]
 
 
 class GlooWay(Way):
@@ -130,6 +153,11 @@ class PerTensorSend(_Sends):
     name = "per_tensor_send"
 
 
+def memory_floors() -> list[Way]:
+    """What this machine's memory does, without any transport: for those that move bytes within a host."""
+    return [Memcpy(), MemcpyByTensor()]
+
+
 def floors() -> list[Way]:
-    """One of each of the five."""
+    """memcpy, and one of each of the four over gloo."""
     return [Memcpy(), RawBroadcast(), RawSend(), PerTensorBroadcast(), PerTensorSend()]

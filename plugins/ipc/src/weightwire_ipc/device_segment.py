@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from weightwire.errors import MessageError
-from weightwire_ipc.device import DeviceExport, device_uuid, export_storage, open_export
+from weightwire_ipc.device import (
+    DeviceExport,
+    device_uuid,
+    disown_export,
+    export_storage,
+    open_export,
+    release_exports,
+)
 
 
 class DeviceSegment:
@@ -25,19 +33,34 @@ class DeviceSegment:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.nbytes, self.start = storage.nbytes(), storage.data_ptr()
         self._storage = storage
-        self._exports: list[DeviceExport] = []
+        self._exports: list[tuple[DeviceExport, int]] = []
 
-    def hand_over(self) -> tuple[dict[str, Any], list[int]]:
-        """What to tell one worker of it."""
+    def hand_over(self, pid: int) -> tuple[dict[str, Any], list[int]]:
+        """What to tell the worker of process `pid` of it."""
         export = export_storage(self._storage)
-        self._exports.append(export)
+        self._exports.append((export, pid))
         return {"device": export.to_json()}, []
+
+    def close(self) -> None:
+        """Release all exports; of one whose importer was killed, torch would wait for ever for the importer's word."""
+        while self._exports:
+            export, pid = self._exports.pop()
+            if not _alive(pid):
+                disown_export(export)
+        release_exports()
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> list[DeviceSegment]:
     """The storages that `tensors` lie in, each once, in the order of their addresses' first use."""
     found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.nbytes}
     return [DeviceSegment(storage) for storage in found.values()]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 class DeviceMapping:

@@ -34,6 +34,7 @@ class IPCWeightTransferEngine(WeightTransferEngine[IPCWeightTransferInitInfo, IP
     writes_after_failure = False
 
     _intakes: list[Intake] | None = None
+    _names: list[str]
     _stock: StockReception | None = None
     _strays: list[str] | None = None
 
@@ -50,6 +51,7 @@ class IPCWeightTransferEngine(WeightTransferEngine[IPCWeightTransferInitInfo, IP
             return
         place = {**identity(), "gpu": device_uuid(self.device) if self.device.type == "cuda" else None}
         met = link.gather("ipc-doors", deadline, {"place": place})
+        self._names = [meta.name for meta in link.metadata]
         self._intakes = []
         for sender in link.info.senders:
             if link.info.options.get("memory") == "device" and (why := apart_on_device(met[sender]["place"], place)):
@@ -82,7 +84,7 @@ class IPCWeightTransferEngine(WeightTransferEngine[IPCWeightTransferInitInfo, IP
             raise HandshakeError("an update over ipc brings the parameters of init", transport=self.backend)
         self._report_strays()
         checksums = Checksums(enabled=link.info.checksum)
-        landing = Landing(self.sink, link.metadata, self.device, checksums, self.deadline)
+        landing = Landing(self.sink, self._names, self.device, checksums, self.deadline)
         for intake in self._intakes:
             intake.expect(update_info.round, landing)
         reading = list(self._intakes)

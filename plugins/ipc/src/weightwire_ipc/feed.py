@@ -35,8 +35,8 @@ class Segment(Protocol):
     def nbytes(self) -> int:
         """Its size."""
 
-    def hand_over(self) -> tuple[dict[str, Any], list[int]]:
-        """What to tell one worker of it, and descriptors to go with that."""
+    def hand_over(self, pid: int) -> tuple[dict[str, Any], list[int]]:
+        """What to tell the worker of process `pid` of it, and descriptors to go with that."""
 
 
 class Feed:
@@ -66,7 +66,7 @@ class Feed:
             number = self._numbers[segment] = self._given
             self._given += 1
             for channel in self._channels:
-                record, descriptors = segment.hand_over()
+                record, descriptors = segment.hand_over(channel.credentials.pid)
                 channel.send({"segment": number, **record}, descriptors, deadline=deadline)
         return number
 
@@ -75,6 +75,8 @@ class Feed:
         kept = set(segments)
         for segment in [one for one in self._numbers if one not in kept]:
             self._tell({"drop": self._numbers.pop(segment)}, deadline)
+            if isinstance(segment, DeviceSegment):
+                segment.close()
 
     def tell_table(self, table: torch.Tensor, segments: Sequence[Segment], deadline: Deadline) -> None:
         """Say where every parameter lies, unless that is what was said last; hands the segments over first.
@@ -103,7 +105,7 @@ class Feed:
             writer = RingWriter(Slots(memory, self._slot_bytes, self._count), self._count, self._channels)
             self._ring = writer, segment
             for reader in writer.readers:
-                record, descriptors = segment.hand_over()
+                record, descriptors = segment.hand_over(reader.channel.credentials.pid)
                 ring = {"ring": self._slot_bytes, "count": self._count, **record}
                 signals = [reader.filled.fd, reader.free.fd]
                 reader.channel.send(ring, [*descriptors, *signals], deadline=deadline)
@@ -154,6 +156,8 @@ class Feed:
         ring, self._ring = self._ring, None
         if ring is not None:
             ring[0].close()
-            if isinstance(ring[1], MemoryFile):
-                ring[1].close()
+            ring[1].close()
+        for segment in self._numbers:
+            if isinstance(segment, DeviceSegment):
+                segment.close()
         self._numbers.clear()

@@ -32,7 +32,7 @@ def apart(trainer: Mapping[str, Any], worker: Mapping[str, Any], *, what: str = 
     """Why a trainer and a worker cannot share memory whatever the socket, and what to do; None if nothing is known."""
     different = differences(trainer, worker)
     if "boot" in different:
-        return f"they run on different hosts and cannot {what}: use backend 'nccl' or 'nccl_m2n' between hosts"
+        return f"they run on different hosts and cannot {what}: use backend 'nccl' between hosts"
     if "uid" in different:
         return (
             f"the trainer runs as user {trainer['uid']} and the worker as user {worker['uid']}, and memory is "

@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -56,11 +56,18 @@ class Intake:
         self._landing: Landing | None = None
         self.number = -1
 
+    @cached_property
+    def _layout(self) -> Layout:
+        """How the sender lays its parameters out in a segment to adopt."""
+        return Layout(self._metas, align=ALIGNMENT)
+
     # A round
 
     def expect(self, number: int, landing: Landing) -> None:
         """Begin round `number`."""
         self.number, self._landing = number, landing
+        if self._lying is not None:
+            landing.ready(self._lying)
 
     def waits_for(self) -> list[Channel | int]:
         """What to poll: something is to do once one of these can be read."""
@@ -181,10 +188,9 @@ class Intake:
             memory = [windows[number] for _, number, _ in lies]
             self._lying = Lying([row for row, _, _ in lies], memory, [offset for _, _, offset in lies])
         if self._lying.rows:
-            lends = landing.loads(self._lying.names)
-            landing.read(self._lying)
+            shown = landing.read(self._lying)
             self._settle()
-            if lends:
+            if shown:
                 # The sink's model has seen this memory itself, and may have written it.
                 self._lying = None
                 for mapping in self._segments.values():
@@ -195,13 +201,15 @@ class Intake:
         number = message.record["adopt"]
         mapping = self._segments.get(number) if isinstance(number, int) else None
         (hold,) = self._descriptors(message, 1)
-        layout = Layout(self._metas, align=ALIGNMENT)
+        layout = self._layout
         if not isinstance(mapping, Mapping) or mapping.nbytes != layout.nbytes:
             os.close(hold)
             raise HandshakeError(f"{self.channel.peer} wants what it has not handed over adopted", transport="ipc")
-        window = mapping.window(partial(os.close, hold))
         mapping.lent = True
-        lying = Lying(self._rows, [window] * len(self._rows), layout.offsets)
+        sizes = [meta.nbytes for meta in self._metas]
+        # A storage for each: a view that is held of one parameter is no concern of the others.
+        pieces = mapping.pieces(layout.offsets, sizes, partial(os.close, hold))
+        lying = Lying(self._rows, pieces, [0] * len(pieces))
         if landing.adopts:
             landing.adopt(lying)
         else:
@@ -236,8 +244,10 @@ class Intake:
         Idle memory in which that has happened, or in which nobody can tell, is mapped anew.
         """
         found: list[str] = []
-        for mapping in [one for one in self._segments.values() if isinstance(one, Mapping)]:
-            pages = mapping.strays() if mapping.lent else []
+        for mapping in self._segments.values():
+            if not isinstance(mapping, Mapping) or not mapping.lent:
+                continue
+            pages = mapping.strays()
             if mapping.in_use:
                 found += self._names_of(mapping, [page for page in pages or [] if page not in mapping.reported])
                 mapping.reported.update(pages or [])
@@ -248,7 +258,7 @@ class Intake:
 
     def _names_of(self, mapping: Mapping, pages: Sequence[int]) -> list[str]:
         """The parameters that were written in these pages; beyond a number of them, those that lie there."""
-        layout = Layout(self._metas, align=ALIGNMENT)
+        layout = self._layout
         if len(pages) > _COMPARED_PAGES:
             return layout.names_in(pages, PAGE)
         return layout.names_at([at for page in pages for at in mapping.differences(page)])

@@ -68,16 +68,16 @@ class Landing:
 
     Args:
         sink: Takes the weights.
-        metas: All parameters of the round.
+        names: All parameters of the round.
         device: Where the model lives.
-        checksums: Notes what arrived, by place in `metas`.
+        checksums: Notes what arrived, by place in `names`.
         deadline: Of the public call.
     """
 
     def __init__(
         self,
         sink: WeightSink,
-        metas: Sequence[ParamMeta],
+        names: list[str],
         device: torch.device,
         checksums: Checksums,
         deadline: Deadline,
@@ -86,14 +86,14 @@ class Landing:
         self._device = device
         self._checksums = checksums
         self._deadline = deadline
-        self._metas = metas
+        self._names = names
         self._loose: dict[str, torch.Tensor] = {}
 
     @cached_property
     def targets(self) -> Mapping[str, torch.Tensor]:
         """The sink's own memory to copy to; asked for only where something is copied."""
         sink = self._sink
-        return sink.targets([meta.name for meta in self._metas]) if "targets" in sink.capabilities else {}
+        return sink.targets(self._names) if "targets" in sink.capabilities else {}
 
     @property
     def adopts(self) -> bool:
@@ -107,28 +107,47 @@ class Landing:
             self._checksums.add(place, [as_bytes(views[meta.name])])
         self._sink.adopt(views)
 
-    def read(self, lying: Lying) -> None:
-        """Copy parameters from where they lie, which must stay as it is meanwhile."""
-        targets = [one for one in map(self.targets.get, lying.names) if one is not None]
-        direct = len(targets) == len(lying.names)
-        if direct and lying.on_host and self._device.type == "cpu":
-            # What lies between two staged tensors is the sink's own; in place it may be anybody's.
-            padding = ALIGNMENT - 1 if self._sink.staging == "staged" else 0
-            copy_spans(lying.copies_to(targets, padding=padding), self._deadline)
-            self._arrived(lying.rows)
-            return
+    def ready(self, lying: Lying) -> None:
+        """Work out how to copy parameters, before it is known whether they are all there."""
+        if (targets := self._targets_of(lying)) is not None:
+            lying.copies_to(targets, padding=self._padding)
+
+    def read(self, lying: Lying) -> bool:
+        """Copy parameters from where they lie, which must stay as it is meanwhile.
+
+        Returns:
+            Whether the sink was shown that memory, instead of having it copied.
+        """
+        targets = self._targets_of(lying)
+        if targets is not None:
+            copy_spans(lying.copies_to(targets, padding=self._padding), self._deadline)
+            self._arrived(lying.rows, lying.names)
+            return False
+        shown = False
         for row, (place, meta) in enumerate(lying.rows):
             self._deadline.check()
             target = self.targets.get(meta.name)
             if target is None:
                 self._load(place, meta, lying.tensor(row))
+                shown = True
             else:
                 copy_bytes(as_bytes(target), lying.content(row))
-                self._arrived([(place, meta)])
+                self._arrived([(place, meta)], [meta.name])
+        return shown
 
-    def loads(self, names: Sequence[str]) -> bool:
-        """Whether the sink will be shown the memory that some of these lie in, instead of having them copied."""
-        return not self.targets.keys() >= set(names)
+    @property
+    def _padding(self) -> int:
+        """Bytes between two targets that may be written: staged, they are the sink's own, in place anybody's."""
+        return ALIGNMENT - 1 if self._sink.staging == "staged" else 0
+
+    def _targets_of(self, lying: Lying) -> list[torch.Tensor] | None:
+        """The targets of all, if everything is in this host's memory."""
+        if not lying.on_host or self._device.type != "cpu":
+            return None
+        try:
+            return list(map(self.targets.__getitem__, lying.names))
+        except KeyError:
+            return None
 
     def take(self, slot: torch.Tensor, fill: Fill, rows: Sequence[tuple[int, ParamMeta]]) -> None:
         """Copy what a ring slot carries; `rows` are the parameters that go through the ring, by row."""
@@ -153,7 +172,7 @@ class Landing:
             if meta.name in self._loose:
                 self._load(place, meta, self._loose.pop(meta.name))
             else:
-                self._arrived([(place, meta)])
+                self._arrived([(place, meta)], [meta.name])
 
     def _whole(self, meta: ParamMeta) -> torch.Tensor:
         """The whole of a parameter that arrives in parts."""
@@ -164,12 +183,11 @@ class Landing:
             self._loose[meta.name] = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
         return self._loose[meta.name]
 
-    def _arrived(self, rows: Sequence[tuple[int, ParamMeta]]) -> None:
-        if self._checksums.enabled:
-            for place, meta in rows:
-                self._checksums.add(place, [as_bytes(self.targets[meta.name])])
-        if rows:
-            self._sink.received([meta.name for _, meta in rows])
+    def _arrived(self, rows: Sequence[tuple[int, ParamMeta]], names: list[str]) -> None:
+        for place, meta in rows if self._checksums.enabled else ():
+            self._checksums.add(place, [as_bytes(self.targets[meta.name])])
+        if names:
+            self._sink.received(names)
 
     def _load(self, place: int, meta: ParamMeta, tensor: torch.Tensor) -> None:
         self._checksums.add(place, [as_bytes(tensor)])

@@ -15,7 +15,7 @@ import mmap
 import os
 import stat
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,8 @@ class MemoryFile:
         self.mapping = mapping
         self.memory = torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
 
-    def hand_over(self) -> tuple[dict[str, Any], list[int]]:
-        """What to tell a worker of it, and the descriptor to go with that."""
+    def hand_over(self, pid: int) -> tuple[dict[str, Any], list[int]]:
+        """What to tell the worker of process `pid` of it, and the descriptor to go with that."""
         return {"memory": self.nbytes}, [self.fd]
 
     def close(self) -> None:
@@ -124,10 +124,28 @@ class Mapping:
 
     def window(self, closed: Callable[[], object] = bool) -> torch.Tensor:
         """The file as a 1-D uint8 tensor; `closed` is called once it and every view of it are gone."""
+        return torch.frombuffer(self._view(closed), dtype=torch.uint8)[: self.nbytes]
+
+    def pieces(self, offsets: Sequence[int], sizes: Sequence[int], closed: Callable[[], object]) -> list[torch.Tensor]:
+        """Parts of the file, each 1-D uint8 and to torch a storage of its own.
+
+        Args:
+            offsets: Where each begins.
+            sizes: Its bytes.
+            closed: Called once all of them, and every view of them, are gone.
+        """
+        view = self._view(closed)
+        empty = torch.empty(0, dtype=torch.uint8)
+        return [
+            torch.frombuffer(view, dtype=torch.uint8, offset=offset, count=nbytes) if nbytes else empty
+            for offset, nbytes in zip(offsets, sizes, strict=True)
+        ]
+
+    def _view(self, closed: Callable[[], object]) -> memoryview:
         view = memoryview(self._mapped)
         self._windows[0] += 1
         weakref.finalize(view, _close_window, self._windows, closed).atexit = False
-        return torch.frombuffer(view, dtype=torch.uint8)[: self.nbytes]
+        return view
 
     def strays(self) -> list[int] | None:
         """Pages that this process has written, which do not follow the file any more; None if the system won't say."""

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -16,15 +17,16 @@ from weightwire.deadline import Deadline
 from weightwire.layout import ParamMeta
 from weightwire.packing import ALIGNMENT
 from weightwire.source import as_bytes
+from weightwire.source_check import are_plain, as_plain, is_plain
 from weightwire_ipc import sharing
-from weightwire_ipc.copying import copy_bytes, copy_spans, spans
+from weightwire_ipc.copying import copy_spans, spans
 from weightwire_ipc.device_segment import DeviceSegment, storages_of
 from weightwire_ipc.exports import Exports
 from weightwire_ipc.feed import Feed
 from weightwire_ipc.guard import unchanged
 from weightwire_ipc.messages import IPCTrainerInitInfo
 from weightwire_ipc.ring import Fill, RingWriter, plan_fills
-from weightwire_ipc.table import RING, Layout, locate
+from weightwire_ipc.table import RING, Layout, compact, locate
 
 Memory = Literal["host", "device"]
 Batch = tuple[list[int], list[torch.Tensor]]
@@ -45,10 +47,24 @@ class Route:
 
     pointers: list[int] | None
     shared: list[sharing.SharedSegment]
-    segments: list[sharing.SharedSegment] | list[DeviceSegment]
+    segments: Sequence[sharing.SharedSegment | DeviceSegment]
     table: torch.Tensor
     through: list[int]
     fills: list[Fill]
+
+
+class Prepared(NamedTuple):
+    """A source that is there all at once.
+
+    Attributes:
+        present: All tensors that this rank owns.
+        mine: Those that it sends, row by row.
+        route: Their ways.
+    """
+
+    present: list[torch.Tensor]
+    mine: list[torch.Tensor]
+    route: Route
 
 
 class Outgoing:
@@ -66,9 +82,20 @@ class Outgoing:
         self.row_of = {place: row for row, (place, _) in enumerate(self.rows)}
         self.sizes = torch.tensor([meta.nbytes for meta in self.metas], dtype=torch.int64)
         self.nbytes = int(self.sizes.sum())
-        self.layout = Layout(self.metas, align=ALIGNMENT)
-        self.exports = Exports(self.layout.nbytes)
         self._route: Route | None = None
+        self._exports: Exports | None = None
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How they lie in a segment for workers to adopt."""
+        return Layout(self.metas, align=ALIGNMENT)
+
+    @property
+    def exports(self) -> Exports:
+        """The segments for workers to adopt."""
+        if self._exports is None:
+            self._exports = Exports(self.layout.nbytes)
+        return self._exports
 
     def mine(self, batch: Batch) -> list[tuple[int, torch.Tensor]]:
         """Row and tensor of those that this rank sends."""
@@ -86,16 +113,17 @@ class Outgoing:
         """The way of `tensors`, one for each row; None if they are not there all at once."""
         shared = sharing.segments() if memory == "host" else []
         readable = bool(shared) if memory == "host" else not info.packed
-        pointers = list(map(torch.Tensor.data_ptr, tensors)) if readable and tensors is not None else None
+        pointers = _pointers(tensors) if readable and tensors is not None else None
         known = self._route
         if known is not None and known.pointers == pointers and known.shared == shared:
             return known
-        segments: list[sharing.SharedSegment] | list[DeviceSegment] = shared
+        segments: Sequence[sharing.SharedSegment | DeviceSegment] = shared
         if pointers is None or tensors is None:
             segments, table = [], torch.full((len(self.rows), 2), RING, dtype=torch.int64)
         else:
             segments = shared if memory == "host" else storages_of(tensors)
-            table = locate(pointers, self.sizes, [(one.start, one.nbytes) for one in segments])
+            table, used = compact(locate(pointers, self.sizes, [(one.start, one.nbytes) for one in segments]))
+            segments = [segments[number] for number in used]  # others are no business of the workers
         through = (table[:, 0] == RING).nonzero().flatten().tolist()
         fills = plan_fills([self.metas[row] for row in through], info.buffer_bytes(memory))
         self._route = Route(pointers, shared, segments, table, through, fills)
@@ -103,7 +131,38 @@ class Outgoing:
 
     def close(self) -> None:
         """Give the exported segments up."""
-        self.exports.close()
+        if self._exports is not None:
+            self._exports.close()
+
+
+def _pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where each lies; 0 for one whose bytes there are not the ones to send."""
+    if are_plain(tensors):
+        return list(map(torch.Tensor.data_ptr, tensors))
+    return [tensor.data_ptr() if is_plain(tensor) else 0 for tensor in tensors]
+
+
+class _Plain(Mapping[int, torch.Tensor]):
+    """Tensors by row, made contiguous when they are asked for; the last one that had to be is kept."""
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._made: tuple[int, torch.Tensor] | None = None
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        tensor = self._tensors[row]
+        if is_plain(tensor):
+            return tensor
+        if self._made is None or self._made[0] != row:
+            self._made = None
+            self._made = row, as_plain(tensor)
+        return self._made[1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 class Sending:
@@ -142,12 +201,12 @@ class Sending:
         self._sent = 0
         self.path = ""
 
-    def run(self, present: list[torch.Tensor] | None, batches: Iterator[Batch], number: int) -> int:
+    def run(self, prepared: Prepared | None, batches: Iterator[Batch], number: int) -> int:
         """Bring everything to all workers; returns the bytes.
 
         Args:
-            present: All tensors that this rank owns, if they are there all at once.
-            batches: Else they come from here.
+            prepared: What was seen of the source, if all of it is there at once.
+            batches: Else it comes from here.
             number: Of the round.
 
         Raises:
@@ -155,16 +214,14 @@ class Sending:
             TransferError: The weights changed meanwhile, or memory is lacking.
         """
         with ExitStack() as stack:
-            mine = None
-            if present is not None:
+            if prepared is not None:
                 # All tensors are there from the beginning to the end: they must not change on the way.
-                stack.enter_context(unchanged(present))
-                mine = self._outgoing.all_mine(present)
-                batches = iter([(self._outgoing.places, present)])
+                stack.enter_context(unchanged(prepared.present))
+                batches = iter([(self._outgoing.places, prepared.present)])
             if self._info.adopt:
                 self._export(batches, number)
             else:
-                self._hand_out(batches, mine, number)
+                self._hand_out(batches, prepared, number)
             self._feed.finish(number, self._deadline)
         if self._outgoing.rows:
             self._progress(self._outgoing.rows[-1][0], self._outgoing.nbytes)
@@ -186,7 +243,7 @@ class Sending:
 
     def _copy(self, arrived: Sequence[tuple[int, torch.Tensor]], memory: torch.Tensor) -> None:
         offsets = self._outgoing.layout.offsets
-        if all(tensor.device.type == "cpu" for _, tensor in arrived):
+        if all(tensor.device.type == "cpu" for _, tensor in arrived) and are_plain([one for _, one in arrived]):
             start = memory.data_ptr()
             targets = [start + offsets[row] for row, _ in arrived]
             sources = [tensor.data_ptr() for _, tensor in arrived]
@@ -196,12 +253,14 @@ class Sending:
             return
         for row, tensor in arrived:
             self._deadline.check()
-            copy_bytes(memory[offsets[row] : offsets[row] + tensor.nbytes], as_bytes(tensor))
+            target = memory[offsets[row] : offsets[row] + tensor.nbytes]
+            target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    def _hand_out(self, batches: Iterator[Batch], mine: list[torch.Tensor] | None, number: int) -> None:
+    def _hand_out(self, batches: Iterator[Batch], prepared: Prepared | None, number: int) -> None:
         """Say where everything lies, and bring what lies in no segment through the ring."""
         outgoing = self._outgoing
-        route = outgoing.route(mine, self._info, self._memory)
+        mine = None if prepared is None else prepared.mine
+        route = outgoing.route(None, self._info, self._memory) if prepared is None else prepared.route
         if mine is not None and self._checksums.enabled:
             # Before anybody reads, so that a write meanwhile shows.
             self._note(list(enumerate(mine)))
@@ -214,7 +273,7 @@ class Sending:
         if mine is None:
             self._stream(batches, ring, route.fills)
         elif ring is not None:
-            through = {row: mine[place] for row, place in enumerate(route.through)}
+            through = _Plain({row: mine[place] for row, place in enumerate(route.through)})
             for fill in route.fills:
                 self._fill(ring, fill, through, route.through)
         direct = len(outgoing.rows) - len(route.through)
@@ -246,4 +305,4 @@ class Sending:
 
     def _note(self, arrived: Sequence[tuple[int, torch.Tensor]]) -> None:
         for row, tensor in arrived if self._checksums.enabled else ():
-            self._checksums.add(self._outgoing.rows[row][0], [as_bytes(tensor)])
+            self._checksums.add(self._outgoing.rows[row][0], [as_bytes(as_plain(tensor))])

@@ -31,8 +31,8 @@ class SharedSegment:
         # Only the tensors keep it mapped.
         del file.mapping, file.memory
 
-    def hand_over(self) -> tuple[dict[str, Any], list[int]]:
-        """What to tell a worker of it, and the descriptor to go with that."""
+    def hand_over(self, pid: int) -> tuple[dict[str, Any], list[int]]:
+        """What to tell the worker of process `pid` of it, and the descriptor to go with that."""
         return {"memory": self.nbytes}, [self.fd]
 
 
@@ -98,5 +98,7 @@ def _require_plain(name: str, tensor: torch.Tensor) -> None:
 def _move(tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage) -> None:
     with torch.inference_mode(False), torch.no_grad():
         storage_bytes(storage).copy_(storage_bytes(tensors[0].untyped_storage()))
-        for tensor in tensors:
+    for tensor in tensors:
+        # One of inference mode stays one: it would be neither else, and most operations would refuse it.
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.data = view_like(tensor, storage)

@@ -26,6 +26,7 @@ from weightwire.fleet import senders_of, trainer_count
 from weightwire.layout import ParamMeta, check_metadata, total_bytes
 from weightwire.report import ProgressEvent, RankReport, TransferReport
 from weightwire.source import WeightSource, as_bytes
+from weightwire.source_reader import SourceReader
 from weightwire.trainer import TrainerWeightTransferEngine
 from weightwire_ipc.handles import HandleArguments
 from weightwire_ipc.messages import IPCTrainerInitInfo
@@ -100,7 +101,7 @@ class StockIPCTrainer(TrainerWeightTransferEngine[IPCTrainerInitInfo]):
                     parameter=meta.name,
                 )
         self.total_bytes = total_bytes(self.metadata)
-        self._owned = list(enumerate(self.metadata))
+        self.reader = SourceReader(self.source, self.metadata, info.rank, self.consumes)
         self._chunks = cut_chunks(self.metadata, info.buffer_bytes("device")) if info.packed else []
         self._group = StockGroup(count, info.rank)
         self._exporter = self.make_exporter()

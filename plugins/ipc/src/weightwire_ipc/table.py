@@ -37,6 +37,14 @@ def locate(pointers: Sequence[int], sizes: torch.Tensor, spans: Sequence[tuple[i
     return table
 
 
+def compact(table: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """The table over only those segments that something lies in, and their numbers in `table`."""
+    used = sorted(set(table[:, 0].tolist()) - {RING})
+    numbers = torch.full((max(used, default=0) + 2,), RING, dtype=torch.int64)
+    numbers[used] = torch.arange(len(used))
+    return torch.stack([numbers[table[:, 0]], table[:, 1]], dim=1), used
+
+
 def _overlapping(table: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """Rows whose bytes begin before those of another row of the segment have ended."""
     found = []

@@ -23,7 +23,7 @@ from weightwire_ipc.doorway import Doorway
 from weightwire_ipc.feed import Feed
 from weightwire_ipc.host import apart, apart_on_device, identity
 from weightwire_ipc.messages import IPCTrainerInitInfo
-from weightwire_ipc.sending import Outgoing, Sending
+from weightwire_ipc.sending import Outgoing, Prepared, Sending
 from weightwire_ipc.stock import StockIPCTrainer
 
 
@@ -35,6 +35,7 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
 
     _feed: Feed | None = None
     _outgoing: Outgoing | None = None
+    _prepared: Prepared | None = None
     _path = "shared memory"
 
     @classmethod
@@ -91,7 +92,7 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
         """
         assert self.rendezvous is not None
         if self._outgoing is None:
-            self._outgoing = Outgoing(self._owned, self.rank)
+            self._outgoing = Outgoing(self.reader.owned, self.rank)
         sends = self.rank in self.fleet.senders
         doorway = Doorway(self.init_info.socket_directory) if sends else None
         try:
@@ -118,6 +119,14 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
                 doorway.close()
         faults.reach("ipc.connected")
 
+    def prepare_round(self) -> None:
+        """Look at the source, if it is there all at once: a pass over all parameters, or several."""
+        self._prepared = None
+        present = self.present() if self._feed is not None else None
+        if present is not None and self._outgoing is not None:
+            mine = self._outgoing.all_mine(present)
+            self._prepared = Prepared(present, mine, self._outgoing.route(mine, self.init_info, self._memory))
+
     def transmit(self, number: int, deadline: Deadline) -> int:
         """Bring this rank's parameters to all workers; iterate the rest so that gathers line up."""
         sent = 0
@@ -130,7 +139,8 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
             sending = Sending(
                 self._outgoing, self._feed, self.init_info, self._memory, checksums, self._progress, deadline
             )
-            sent = sending.run(self.present(), self.batches(), number)
+            prepared, self._prepared = self._prepared, None
+            sent = sending.run(prepared, self.batches(), number)
             self._path = sending.path
         if self.init_info.checksum:
             assert self.rendezvous is not None

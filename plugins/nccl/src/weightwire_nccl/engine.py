@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
+from weightwire.checksums import Checksums
 from weightwire.collective import Handle, TorchCommunicator
 from weightwire.deadline import Deadline
 from weightwire.engine import WeightTransferEngine
@@ -17,7 +19,6 @@ from weightwire.layout import ParamMeta
 from weightwire.link import Link
 from weightwire.packing import BufferRing, Chunk, Slot, plan_chunks, plan_digest, unpack_chunk
 from weightwire.source import as_bytes
-from weightwire_nccl.checksum import ChunkChecksums
 from weightwire_nccl.messages import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 
 
@@ -135,12 +136,13 @@ class _Reception:
         self._chunks = chunks
         self._deadline = engine.deadline
         self._device = engine.device
-        names = [meta.name for meta in metadata]
+        # In the order of the chunks, so that what travels together can be copied together.
+        names = chain.from_iterable(chunk.names for chunk in chunks)
         self._targets = self._sink.targets(names) if "targets" in self._sink.capabilities else {}
         self._arriving: deque[_Arriving] = deque()
         self._loose_bytes = 0
         self._ring_bytes = info.packed_num_buffers * info.packed_buffer_size_bytes
-        self._checksums = ChunkChecksums(enabled=link.info.checksum)
+        self._checksums = Checksums(enabled=link.info.checksum)
 
     def run(self, number: int | None) -> None:
         self._communicator.begin_round()
@@ -209,4 +211,4 @@ class _Reception:
     def _compare(self, number: int | None) -> None:
         payloads = self._link.gather(f"checksum-{number}", self._deadline)
         for rank in self._link.info.senders:
-            self._checksums.compare(payloads[rank], self._chunks, self._metadata)
+            self._checksums.compare(payloads[rank], lambda place: self._chunks[place].names, transport="nccl")

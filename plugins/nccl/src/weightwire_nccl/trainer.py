@@ -7,17 +7,19 @@ in pieces, several in flight. Memory beyond the model is the ring.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 
+from weightwire.checksums import Checksums
 from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
 from weightwire.packing import BufferRing, Chunk, fill_chunk, plan_chunks, plan_digest
 from weightwire.report import ProgressEvent
 from weightwire.source import as_bytes
 from weightwire.trainer import TrainerWeightTransferEngine
-from weightwire_nccl.checksum import ChunkChecksums
 from weightwire_nccl.messages import NCCLTrainerInitInfo
 
 
@@ -30,6 +32,7 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
     _communicator: TorchCommunicator | None = None
     _ring: BufferRing | None = None
     _chunks: list[Chunk] | None = None
+    _share: _Share | None = None
 
     def worker_init_info(self) -> dict[str, Any]:
         """The reference's fields."""
@@ -54,6 +57,11 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
             info = self.init_info
             self._chunks = plan_chunks(self.metadata, buffer_bytes=info.packed_buffer_size_bytes, packed=info.packed)
         return self._chunks
+
+    def _own_share(self) -> _Share:
+        if self._share is None:
+            self._share = _Share(self._plan(), self.rank)
+        return self._share
 
     def plan_digest(self) -> str:
         """Digest of the chunks that metadata and buffer size lead to."""
@@ -115,6 +123,25 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
             communicator.close(Deadline(5.0, what="the group to close"))
 
 
+class _Share:
+    """What one rank sends.
+
+    Args:
+        plan: All chunks.
+        rank: The trainer rank.
+
+    Attributes:
+        chunks: Its own, with their places in the plan.
+        mine: The places of their parameters in the metadata.
+        nbytes: Bytes of the parameters in each chunk, by its place in the plan.
+    """
+
+    def __init__(self, plan: Sequence[Chunk], rank: int) -> None:
+        self.chunks = [(place, chunk) for place, chunk in enumerate(plan) if chunk.sender == rank]
+        self.mine = {item.index for _, chunk in self.chunks for item in chunk.items}
+        self.nbytes = {place: sum(item.nbytes for item in chunk.items) for place, chunk in self.chunks}
+
+
 class _Sending:
     """One walk over this rank's parameters."""
 
@@ -122,19 +149,19 @@ class _Sending:
         self._engine = engine
         self._deadline = deadline
         self._to = list(engine.fleet.receivers)
-        self._due = deque((place, chunk) for place, chunk in enumerate(engine._plan()) if chunk.sender == engine.rank)
-        self._mine = {item.index for _, chunk in self._due for item in chunk.items}
+        self._share = engine._own_share()
+        self._due = deque(self._share.chunks)
         self._here: dict[int, torch.Tensor] = {}
-        self._total = sum(item.nbytes for _, chunk in self._due for item in chunk.items)
         self.sent = 0
-        self.checksums = ChunkChecksums(enabled=engine.init_info.checksum)
+        self.checksums = Checksums(enabled=engine.init_info.checksum)
 
     def run(self) -> None:
         engine = self._engine
         if engine._communicator is not None:
             engine._communicator.begin_round()
         for places, tensors in engine.batches():
-            self._here |= {place: one for place, one in zip(places, tensors, strict=True) if place in self._mine}
+            mine = map(self._share.mine.__contains__, places)
+            self._here.update(compress(zip(places, tensors, strict=True), mine))
             # Chunks go in the order of the plan, which is that of their last parameters.
             while self._due and self._due[0][1].items[-1].index <= places[-1]:
                 self._send(*self._due.popleft())
@@ -146,7 +173,8 @@ class _Sending:
         engine, slot = self._engine, None
         assert engine._communicator is not None
         assert engine._ring is not None
-        parts = {item.index: self._here.pop(item.index) for item in chunk.items}
+        indices = [item.index for item in chunk.items]
+        parts = dict(zip(indices, map(self._here.pop, indices), strict=True))
         if chunk.packed:
             slot = engine._ring.acquire(self._deadline)
             buffers = [fill_chunk(slot.buffer, chunk, parts)]
@@ -156,7 +184,7 @@ class _Sending:
         handle = engine._communicator.send(buffers, self._to, deadline=self._deadline)
         if slot is not None:
             slot.release(after=handle)
-        self.sent += sum(item.nbytes for item in chunk.items)
+        self.sent += self._share.nbytes[place]
         if engine.on_progress is not None:
             engine.on_progress(self._progress(chunk.items[-1].index))
 
@@ -167,5 +195,5 @@ class _Sending:
             parameters_done=index + 1,
             parameters=len(self._engine.metadata),
             bytes_done=self.sent,
-            bytes=self._total,
+            bytes=sum(self._share.nbytes.values()),
         )
