@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from types import MappingProxyType
 
@@ -185,17 +185,41 @@ def test_too_few_and_too_many_are_told() -> None:
     assert list(batches([], [])) == []
 
 
+def looked_at(expected: list[ParamMeta], tensors: list[Tensor]) -> tuple[list[Tensor], list[bool]]:
+    """What is present, and what is said of each while it is looked at."""
+    present = reader(expected, tensors).present()
+    assert present is not None
+    seen: list[Tensor] = []
+    plain: list[bool] = []
+
+    def note(some: Sequence[Tensor], all_plain: bool) -> None:
+        seen.extend(some)
+        plain.extend([all_plain] * len(some))
+
+    present.look(note)
+    assert [one.data_ptr() for one in seen] == [one.data_ptr() for one in present.tensors]
+    return present.tensors, plain
+
+
 def test_what_is_present_may_have_other_strides_and_must_be_what_is_declared() -> None:
     expected, tensors = hundreds()
-    assert reader(expected, tensors).present() is tensors
+    found, plain = looked_at(expected, tensors)
+    assert found is tensors
+    assert all(plain)
     tensors[1500] = torch.arange(6.0).view(3, 2).mT
-    found = reader(expected, tensors).present()
-    assert found is not None
+    found, plain = looked_at(expected, tensors)
     assert [one.data_ptr() for one in found] == [one.data_ptr() for one in tensors]
     assert not found[1500].is_contiguous()
+    assert not plain[1500]
     tensors[1600] = torch.zeros(3, 2)
     with pytest.raises(SourceMismatch, match="'p1600' at index 1600 as torch.float32 of shape"):
-        reader(expected, tensors).present()
+        looked_at(expected, tensors)
+    expected, tensors = hundreds()
+    with pytest.raises(SourceMismatch, match="ends at index 2499"):
+        looked_at(expected, tensors[:-1])
+    with pytest.raises(SourceMismatch, match="'extra' at index 2500, after all"):
+        looked_at(expected, [*tensors, tensors[0]])
+    assert looked_at([], []) == ([], [])
 
 
 def test_what_is_remembered_of_a_walk_is_not_trusted() -> None:

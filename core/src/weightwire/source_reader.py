@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -62,10 +62,57 @@ class SourceReader:
             if number >= seen:
                 yield [self._places[number]], [tensor]
 
-    def present(self) -> list[Tensor] | None:
+    def present(self) -> PresentSource | None:
         """See `TrainerWeightTransferEngine.present`."""
         resident = self._source.resident()
-        if resident is None or self._declared.agrees(*resident):
-            return None if resident is None else resident[1]
-        pairs = zip(*resident, strict=True)
-        return [tensor for _, tensor in checked(pairs, self._metas, local_rank=self._local_rank, plain=False)]
+        if resident is None:
+            return None
+        return PresentSource(*resident, self._declared, self._metas, self._local_rank)
+
+
+class PresentSource:
+    """One rank's parameters, all there from the beginning to the end of a round.
+
+    Attributes:
+        tensors: The parameters; once `look` has returned what the metadata declares, contiguous or not.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        tensors: list[Tensor],
+        declared: Declared,
+        metas: Sequence[ParamMeta],
+        local_rank: int | None,
+    ) -> None:
+        self.tensors = tensors
+        self._names = names
+        self._declared = declared
+        self._metas = metas
+        self._local_rank = local_rank
+
+    def look(self, note: Callable[[Sequence[Tensor], bool], object]) -> None:
+        """Compare all parameters with the metadata.
+
+        Thousands of tensors do not fit into a processor's cache, so whatever else is to be asked of each is asked while
+        it is there.
+
+        Args:
+            note: Called with some parameters at a time, in order, and whether all of them are contiguous, without
+                lazy conjugation or negation.
+
+        Raises:
+            SourceMismatch: They are not what is declared.
+        """
+        blocks = self._declared.blocks() if self._names == self._declared.names else iter(())
+        seen = 0
+        for block in blocks:
+            tensors = self.tensors[block]
+            if not self._declared.agree(block, tensors):
+                break
+            note(tensors, True)
+            seen += len(tensors)
+        if seen < max(len(self._metas), len(self.tensors)):
+            pairs = zip(self._names, self.tensors, strict=True)
+            self.tensors = [one for _, one in checked(pairs, self._metas, local_rank=self._local_rank, plain=False)]
+            note(self.tensors[seen:], False)

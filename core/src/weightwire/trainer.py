@@ -39,7 +39,7 @@ from weightwire.rendezvous import Rendezvous
 from weightwire.report import ProgressCallback, TransferReport
 from weightwire.session import Revision
 from weightwire.source import WeightSource
-from weightwire.source_reader import SourceReader
+from weightwire.source_reader import PresentSource, SourceReader
 from weightwire.trainer_round import TrainerRound
 
 TTrainerInitInfo = TypeVar("TTrainerInitInfo", bound=TrainerInitInfo)
@@ -128,6 +128,9 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         Raises:
             WeightwireError: The round cannot be; every rank hears of it, and the link stays.
         """
+
+    def end_round(self) -> None:
+        """Let go of what `prepare_round` has taken hold of: the round is over, however it ended."""
 
     @abstractmethod
     def transmit(self, number: int, deadline: Deadline) -> int:
@@ -294,13 +297,10 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         """
         return self.reader.batches()
 
-    def present(self) -> list[torch.Tensor] | None:
+    def present(self) -> PresentSource | None:
         """This rank's parameters, if all are there anyway from the beginning to the end of the round; else None.
 
-        They are compared with the metadata as in `pairs`, and need not be contiguous.
-
-        Raises:
-            SourceMismatch: As `pairs`.
+        `PresentSource.look` has to be called before they are used.
         """
         return self.reader.present()
 
@@ -369,8 +369,11 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         current = TrainerRound(self, self.rendezvous, self._round, label, deadline)
         self._round += 1
         try:
-            with self.rendezvous.watch(deadline):
-                report = current.run(reinitialised=reinitialised)
+            try:
+                with self.rendezvous.watch(deadline):
+                    report = current.run(reinitialised=reinitialised)
+            finally:
+                self.end_round()
         except BaseException as raised:
             current.conclude()
             error = self.rendezvous.explain(raised)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,20 +20,75 @@ from weightwire.errors import OrderError, TransferError
 
 _version = operator.attrgetter("_version")
 _changed = threading.Condition()
-_readings: list[_Reading] = []
+_guards: list[Guard] = []
 _stepping: dict[int, tuple[int, Optimizer]] = {}
 _installed = False
 
 
-class _Reading:
-    """Tensors that must not change now, and the thread that sends them."""
+def install() -> None:
+    """Have optimizers ask from now on; an optimizer that steps already is not known."""
+    global _installed
+    with _changed:
+        if not _installed:
+            register_optimizer_step_pre_hook(_before_step)
+            register_optimizer_step_post_hook(_after_step)
+            _installed = True
+
+
+class Guard:
+    """Has tensors stay as they are from now until `end`: optimizers wait for it. For one thread.
+
+    Args:
+        tensors: What must not change.
+
+    Raises:
+        TransferError: An optimizer of another thread is in the midst of writing.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.thread = threading.get_ident()
+        install()
+        self._thread = threading.get_ident()
         self._tensors = tensors
         self._places: set[int] | None = None  # asked for only where an optimizer steps meanwhile
+        self._counting: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        with _changed:
+            for key, (thread, optimizer) in list(_stepping.items()):
+                if thread != self._thread and self._concerns(optimizer):
+                    # Its step may have raised, which nobody tells: it is reported once.
+                    del _stepping[key]
+                    raise _mixed("an optimizer was stepping in another thread when they began to be sent")
+            _guards.append(self)
 
-    def concerns(self, optimizer: Optimizer) -> bool:
+    def note(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note how often some of the tensors have been written; before anybody reads them, each once."""
+        try:
+            versions = list(map(_version, tensors))
+        except RuntimeError:  # those of inference mode do not count
+            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+            versions = list(map(_version, tensors))
+        self._counting += tensors
+        self._versions += versions
+
+    def check(self) -> None:
+        """Compare with what was noted.
+
+        Raises:
+            TransferError: One was written all the same.
+        """
+        now = list(map(_version, self._counting))
+        if now != self._versions:
+            count = sum(map(operator.ne, now, self._versions))
+            raise _mixed(f"{count} of {len(now)} were written in place meanwhile")
+
+    def end(self) -> None:
+        """Let optimizers go on; idempotent."""
+        with _changed:
+            if self in _guards:
+                _guards.remove(self)
+                _changed.notify_all()
+
+    def _concerns(self, optimizer: Optimizer) -> bool:
         if self._places is None:
             self._places = set(map(torch.Tensor.data_ptr, self._tensors))
         places = self._places
@@ -45,47 +99,6 @@ class _Reading:
         )
 
 
-@contextmanager
-def unchanged(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Have `tensors` stay as they are while the block runs: optimizers wait for its end.
-
-    Raises:
-        TransferError: One was written all the same, or an optimizer of another thread was in the midst of writing.
-    """
-    global _installed
-    reading = _Reading(tensors)
-    with _changed:
-        if not _installed:
-            register_optimizer_step_pre_hook(_before_step)
-            register_optimizer_step_post_hook(_after_step)
-            _installed = True
-        for key, (thread, optimizer) in list(_stepping.items()):
-            if thread != reading.thread and reading.concerns(optimizer):
-                # Its step may have raised, which nobody tells: it is reported once.
-                del _stepping[key]
-                raise _mixed("an optimizer was stepping in another thread when they began to be sent")
-        tracked, versions = _versions(tensors)
-        _readings.append(reading)
-    try:
-        yield
-    finally:
-        with _changed:
-            _readings.remove(reading)
-            _changed.notify_all()
-    if list(map(_version, tracked)) != versions:
-        count = sum(map(operator.ne, map(_version, tracked), versions))
-        raise _mixed(f"{count} of {len(tracked)} were written in place meanwhile")
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[int]]:
-    """The tensors that count their versions, which those of inference mode do not, and the counts."""
-    try:
-        return tensors, list(map(_version, tensors))
-    except RuntimeError:
-        counting = [tensor for tensor in tensors if not tensor.is_inference()]
-        return counting, list(map(_version, counting))
-
-
 def _mixed(why: str) -> TransferError:
     words = "do not step or write the weights before send_weights returns"
     return TransferError(f"the weights changed while they were being sent: {why}; {words}", transport="ipc")
@@ -94,10 +107,10 @@ def _mixed(why: str) -> TransferError:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     mine = threading.get_ident()
     with _changed:
-        while concerned := [one for one in _readings if one.concerns(optimizer)]:
-            if any(one.thread == mine for one in concerned):
+        while concerned := [one for one in _guards if one._concerns(optimizer)]:
+            if any(one._thread == mine for one in concerned):
                 raise OrderError("an optimizer steps in the thread that is sending the weights it writes")
-            _changed.wait()  # a reading ends with its round, which has a deadline
+            _changed.wait()  # a guard ends with its round, which has a deadline
         _stepping[id(optimizer)] = (mine, optimizer)
 
 

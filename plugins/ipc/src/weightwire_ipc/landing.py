@@ -88,6 +88,7 @@ class Landing:
         self._deadline = deadline
         self._names = names
         self._loose: dict[str, torch.Tensor] = {}
+        self._copies: dict[Lying, list[Span]] = {}
 
     @cached_property
     def targets(self) -> Mapping[str, torch.Tensor]:
@@ -110,7 +111,7 @@ class Landing:
     def ready(self, lying: Lying) -> None:
         """Work out how to copy parameters, before it is known whether they are all there."""
         if (targets := self._targets_of(lying)) is not None:
-            lying.copies_to(targets, padding=self._padding)
+            self._copies[lying] = lying.copies_to(targets, padding=self._padding)
 
     def read(self, lying: Lying) -> bool:
         """Copy parameters from where they lie, which must stay as it is meanwhile.
@@ -118,9 +119,11 @@ class Landing:
         Returns:
             Whether the sink was shown that memory, instead of having it copied.
         """
-        targets = self._targets_of(lying)
-        if targets is not None:
-            copy_spans(lying.copies_to(targets, padding=self._padding), self._deadline)
+        if lying not in self._copies:
+            self.ready(lying)
+        copies = self._copies.get(lying)
+        if copies is not None:
+            copy_spans(copies, self._deadline)
             self._arrived(lying.rows, lying.names)
             return False
         shown = False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,12 +18,13 @@ from weightwire.layout import ParamMeta
 from weightwire.packing import ALIGNMENT
 from weightwire.source import as_bytes
 from weightwire.source_check import are_plain, as_plain, is_plain
+from weightwire.source_reader import PresentSource
 from weightwire_ipc import sharing
 from weightwire_ipc.copying import copy_spans, spans
 from weightwire_ipc.device_segment import DeviceSegment, storages_of
 from weightwire_ipc.exports import Exports
 from weightwire_ipc.feed import Feed
-from weightwire_ipc.guard import unchanged
+from weightwire_ipc.guard import Guard
 from weightwire_ipc.messages import IPCTrainerInitInfo
 from weightwire_ipc.ring import Fill, RingWriter, plan_fills
 from weightwire_ipc.table import RING, Layout, compact, locate
@@ -60,11 +61,13 @@ class Prepared(NamedTuple):
         present: All tensors that this rank owns.
         mine: Those that it sends, row by row.
         route: Their ways.
+        guard: Keeps them as they are.
     """
 
     present: list[torch.Tensor]
     mine: list[torch.Tensor]
     route: Route
+    guard: Guard
 
 
 class Outgoing:
@@ -103,17 +106,42 @@ class Outgoing:
         rows = map(self.row_of.get, places)
         return [(row, tensor) for row, tensor in zip(rows, tensors, strict=True) if row is not None]
 
-    def all_mine(self, present: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Of all that this rank owns, what it sends, row by row."""
-        if len(self.rows) == len(self.places):
-            return present
-        return [tensor for place, tensor in zip(self.places, present, strict=True) if place in self.row_of]
+    def prepare(self, source: PresentSource, info: IPCTrainerInitInfo, memory: Memory) -> Prepared:
+        """Look at a source that is there all at once, and have it stay as it is until the guard is let go.
 
-    def route(self, tensors: Sequence[torch.Tensor] | None, info: IPCTrainerInitInfo, memory: Memory) -> Route:
-        """The way of `tensors`, one for each row; None if they are not there all at once."""
+        Raises:
+            SourceMismatch: It is not what its metadata declares.
+            TransferError: An optimizer is writing it.
+        """
+        guard = Guard(source.tensors)
+        pointers: list[int] = []
+
+        def note(tensors: Sequence[torch.Tensor], plain: bool) -> None:
+            pointers.extend(map(torch.Tensor.data_ptr if plain else _pointer, tensors))
+            guard.note(tensors)
+
+        try:
+            source.look(note)
+            present, mine = source.tensors, source.tensors
+            if len(self.rows) < len(self.places):
+                chosen = [place in self.row_of for place in self.places]
+                mine, pointers = list(compress(present, chosen)), list(compress(pointers, chosen))
+            return Prepared(present, mine, self.route(mine, pointers, info, memory), guard)
+        except BaseException:
+            guard.end()
+            raise
+
+    def route(
+        self,
+        tensors: Sequence[torch.Tensor] | None,
+        pointers: list[int] | None,
+        info: IPCTrainerInitInfo,
+        memory: Memory,
+    ) -> Route:
+        """The way of `tensors`, one for each row, and where they lie; None if they are not there all at once."""
         shared = sharing.segments() if memory == "host" else []
-        readable = bool(shared) if memory == "host" else not info.packed
-        pointers = _pointers(tensors) if readable and tensors is not None else None
+        if not (shared if memory == "host" else not info.packed):
+            pointers = None
         known = self._route
         if known is not None and known.pointers == pointers and known.shared == shared:
             return known
@@ -135,11 +163,9 @@ class Outgoing:
             self._exports.close()
 
 
-def _pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where each lies; 0 for one whose bytes there are not the ones to send."""
-    if are_plain(tensors):
-        return list(map(torch.Tensor.data_ptr, tensors))
-    return [tensor.data_ptr() if is_plain(tensor) else 0 for tensor in tensors]
+def _pointer(tensor: torch.Tensor) -> int:
+    """Where it lies; 0 if its bytes there are not the ones to send."""
+    return tensor.data_ptr() if is_plain(tensor) else 0
 
 
 class _Plain(Mapping[int, torch.Tensor]):
@@ -213,16 +239,16 @@ class Sending:
             PeerLost: A worker is gone.
             TransferError: The weights changed meanwhile, or memory is lacking.
         """
-        with ExitStack() as stack:
-            if prepared is not None:
-                # All tensors are there from the beginning to the end: they must not change on the way.
-                stack.enter_context(unchanged(prepared.present))
-                batches = iter([(self._outgoing.places, prepared.present)])
-            if self._info.adopt:
-                self._export(batches, number)
-            else:
-                self._hand_out(batches, prepared, number)
-            self._feed.finish(number, self._deadline)
+        if prepared is not None:
+            batches = iter([(self._outgoing.places, prepared.present)])
+        if self._info.adopt:
+            self._export(batches, number)
+        else:
+            self._hand_out(batches, prepared, number)
+        self._feed.finish(number, self._deadline)
+        if prepared is not None:
+            prepared.guard.check()
+            prepared.guard.end()
         if self._outgoing.rows:
             self._progress(self._outgoing.rows[-1][0], self._outgoing.nbytes)
         return self._outgoing.nbytes
@@ -260,7 +286,7 @@ class Sending:
         """Say where everything lies, and bring what lies in no segment through the ring."""
         outgoing = self._outgoing
         mine = None if prepared is None else prepared.mine
-        route = outgoing.route(None, self._info, self._memory) if prepared is None else prepared.route
+        route = outgoing.route(None, None, self._info, self._memory) if prepared is None else prepared.route
         if mine is not None and self._checksums.enabled:
             # Before anybody reads, so that a write meanwhile shows.
             self._note(list(enumerate(mine)))

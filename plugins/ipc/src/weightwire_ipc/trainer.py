@@ -21,6 +21,7 @@ from weightwire.trainer import TrainerWeightTransferEngine
 from weightwire_ipc.device import device_uuid
 from weightwire_ipc.doorway import Doorway
 from weightwire_ipc.feed import Feed
+from weightwire_ipc.guard import install
 from weightwire_ipc.host import apart, apart_on_device, identity
 from weightwire_ipc.messages import IPCTrainerInitInfo
 from weightwire_ipc.sending import Outgoing, Prepared, Sending
@@ -91,6 +92,7 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
             HandshakeError: A worker is on another host, or of another user.
         """
         assert self.rendezvous is not None
+        install()
         if self._outgoing is None:
             self._outgoing = Outgoing(self.reader.owned, self.rank)
         sends = self.rank in self.fleet.senders
@@ -120,12 +122,16 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
         faults.reach("ipc.connected")
 
     def prepare_round(self) -> None:
-        """Look at the source, if it is there all at once: a pass over all parameters, or several."""
-        self._prepared = None
-        present = self.present() if self._feed is not None else None
-        if present is not None and self._outgoing is not None:
-            mine = self._outgoing.all_mine(present)
-            self._prepared = Prepared(present, mine, self._outgoing.route(mine, self.init_info, self._memory))
+        """Look at the source, if it is there all at once: a pass over all parameters."""
+        source = self.present() if self._feed is not None else None
+        if source is not None and self._outgoing is not None:
+            self._prepared = self._outgoing.prepare(source, self.init_info, self._memory)
+
+    def end_round(self) -> None:
+        """Let optimizers go on."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.guard.end()
 
     def transmit(self, number: int, deadline: Deadline) -> int:
         """Bring this rank's parameters to all workers; iterate the rest so that gathers line up."""
@@ -139,8 +145,7 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
             sending = Sending(
                 self._outgoing, self._feed, self.init_info, self._memory, checksums, self._progress, deadline
             )
-            prepared, self._prepared = self._prepared, None
-            sent = sending.run(prepared, self.batches(), number)
+            sent = sending.run(self._prepared, self.batches(), number)
             self._path = sending.path
         if self.init_info.checksum:
             assert self.rendezvous is not None
