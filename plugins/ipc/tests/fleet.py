@@ -146,11 +146,12 @@ def open_trainer(
     if mode == "shared":
         share(trained)
     source = OwnedSource(trained, rank, count) if owned else ModuleSource(trained)
-    info = {"peer_timeout": 3.0, "stall_limit": 2.0, "timeout": 30.0, **options(mode), **info}
+    info = {"peer_timeout": 3.0, "timeout": 30.0, **options(mode), **info}
     if count > 1:
         info |= {"rank": rank, "num_trainer_ranks": count, "secret": SECRET, "master_port": port}
         info["listen_socket"] = state.get("held")
-    state["trainer"] = WeightTransferTrainerFactory.trainer_init(IPCTrainerInitInfo(**info), client=client, source=source)
+    made = WeightTransferTrainerFactory.trainer_init(IPCTrainerInitInfo(**info), client=client, source=source)
+    state["trainer"] = made
 
 
 def step(state: State) -> None:
@@ -161,7 +162,7 @@ def step(state: State) -> None:
                 parameter.add_(1)
 
 
-def send(state: State, label: str | None = None, *, stepping: bool = True, timeout: float | None = None) -> dict[str, Any]:
+def send(state: State, label: str | None = None, *, timeout: float | None = None, stepping: bool = True) -> State:
     """Send once, after a change of every parameter; returns the report and the trainer's digests."""
     if stepping:
         step(state)
@@ -242,6 +243,7 @@ class Scene:
         model: What all of them have.
         arguments: Of the workers' models.
         theirs: Keywords of `Worker`.
+        trained: Arguments of the trainer's model.
         mine: Of `open_trainer`.
     """
 
@@ -254,12 +256,13 @@ class Scene:
         model: Callable[..., nn.Module] = blocks,
         arguments: tuple[Any, ...] = (),
         theirs: dict[str, Any] | None = None,
+        trained: tuple[Any, ...] = (7.0,),
         **mine: Any,
     ) -> None:
         self.mode, self.model = mode, model
         self.trainer, *self.workers = ranks(1 + workers)
         self.clients = [host_workers([rank], model, *arguments, **theirs or {}) for rank in self.workers]
-        self.open(self.trainer, **mine)
+        self.open(self.trainer, arguments=trained, **mine)
 
     def open(self, trainer: Rank, *, arguments: tuple[Any, ...] = (7.0,), **mine: Any) -> None:
         """Have `trainer` link to all workers."""

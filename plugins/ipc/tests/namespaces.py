@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import shutil
 import subprocess
 
 import pytest
+
+CLONE_NEWNS = 0x20000
 
 
 @functools.cache
@@ -28,3 +31,12 @@ def require_root() -> None:
     """Skip the test where this process cannot become another user."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
+
+
+def leave_namespace(flags: int) -> None:
+    """Give the calling thread, which should end soon, namespaces of its own; nothing mounted there is seen outside."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(flags) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+    if flags & CLONE_NEWNS:
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)

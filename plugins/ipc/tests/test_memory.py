@@ -6,8 +6,8 @@ import ctypes
 import fcntl
 import mmap
 import os
+import resource
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from plugins.ipc.tests.namespaces import require_unshare
+from plugins.ipc.tests.fleet import State
+from plugins.ipc.tests.namespaces import CLONE_NEWNS, leave_namespace, require_unshare
 from weightwire.errors import HandshakeError, TransferError
+from weightwire.testing.fixtures import BorrowRanks
 from weightwire_ipc.memory import PAGE, Mapping, MemoryFile, available_bytes
 
 _SEAL, _SHRINK, _GROW, _WRITE, _FUTURE_WRITE = 1, 2, 4, 8, 16
@@ -168,7 +170,8 @@ def test_a_window_tells_when_its_last_view_is_gone() -> None:
 
 
 def test_a_window_that_an_exception_passes_through_is_let_go_of() -> None:
-    mapping = Mapping(os.dup(MemoryFile(PAGE, what="weights").fd), PAGE, what="it")
+    file = MemoryFile(PAGE, what="weights")
+    mapping = Mapping(os.dup(file.fd), PAGE, what="it")
     closed: list[int] = []
 
     def use() -> None:
@@ -205,26 +208,24 @@ def test_an_empty_file() -> None:
     assert (len(file.memory), len(mapping.window()), mapping.strays()) == (0, 0, [])
 
 
-LIMITED = """
-import os, resource
-from weightwire.errors import TransferError
-from weightwire_ipc.memory import MemoryFile
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-MemoryFile(1 << 20, what="a small one")
-before = os.listdir("/proc/self/fd")
-try:
-    MemoryFile(3 << 20, what="the ring")
-except TransferError as error:
-    print(error)
-assert os.listdir("/proc/self/fd") == before
-"""
+def under_a_limit(state: State) -> str:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        MemoryFile(1 << 20, what="a small one")
+        MemoryFile(3 << 20, what="the ring")
+    except TransferError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return "it was made"
 
 
-def test_a_limit_on_files_is_named_with_the_size_and_what_to_do() -> None:
-    run = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=40, check=False)
-    assert run.returncode == 0, run.stderr
-    assert "no memory for the ring of 3145728 bytes" in run.stdout
-    assert "ulimit -f" in run.stdout
+def test_a_limit_on_files_is_named_with_the_size_and_what_to_do(strict_ranks: BorrowRanks) -> None:
+    (rank,) = strict_ranks(1)
+    said = rank.call(under_a_limit)
+    assert "no memory for the ring of 3145728 bytes" in said
+    assert "ulimit -f" in said
 
 
 def test_more_than_there_is_is_refused_before_anything_is_allocated() -> None:
@@ -236,27 +237,28 @@ def test_more_than_there_is_is_refused_before_anything_is_allocated() -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
-CONTROL_GROUPS = """
-set -e
-mount -t tmpfs none /sys/fs/cgroup
-cd /sys/fs/cgroup
-own=$(sed -n 's/^0:://p' /proc/self/cgroup)
-mkdir -p "./$own"
-echo 1073741824 > memory.max
-echo 943718400 > memory.current
-printf 'anon 1\\nfile 524288000\\nshmem 104857600\\n' > memory.stat
-[ "$own" = / ] || echo max > "./$own/memory.max"
-exec "$0" -c 'from weightwire_ipc.memory import available_bytes as room
-print(room()); open("/sys/fs/cgroup/memory.max", "w").write("max"); print(room())'
-"""
+def in_a_control_group(state: State) -> list[int | None]:
+    """Mounts what a group of version 2 shows, where this thread alone sees it."""
+    leave_namespace(CLONE_NEWNS)
+    root = Path("/sys/fs/cgroup")
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(root)], check=True)
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = root / next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
+    own.mkdir(parents=True, exist_ok=True)
+    (own / "memory.max").write_text("max\n")
+    (root / "memory.max").write_text("1073741824\n")
+    (root / "memory.current").write_text("943718400\n")
+    (root / "memory.stat").write_text("anon 1\nfile 524288000\nshmem 104857600\n")
+    limited = available_bytes()
+    (root / "memory.max").write_text("max\n")
+    return [limited, available_bytes()]
 
 
-def test_the_limit_of_a_control_group_counts_and_the_cache_in_it_does_not() -> None:
+def test_the_limit_of_a_control_group_counts_and_the_cache_in_it_does_not(strict_ranks: BorrowRanks) -> None:
     if not any(line.startswith("0::") for line in Path("/proc/self/cgroup").read_text().splitlines()):
         pytest.skip("this system has no control groups of version 2")
-    command = [*require_unshare("-m"), "sh", "-c", CONTROL_GROUPS, sys.executable]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=40, check=False)
-    assert run.returncode == 0, run.stderr
-    limited, free = map(int, run.stdout.split())
+    require_unshare("-m")
+    (rank,) = strict_ranks(1)
+    limited, free = rank.call(in_a_control_group)
     assert limited == 1073741824 - 943718400 + 524288000 - 104857600
-    assert free > limited
+    assert free is not None and free > limited
