@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -209,7 +210,7 @@ class Inventory:
     vacant: list[dict[str, Any]] = field(default_factory=list)
     found: list[object] = field(default_factory=list)
     bound: Bound | None = None
-    _adopted_users: dict[int, int] = field(default_factory=dict)
+    _adopted_users: Counter[int] = field(default_factory=Counter)
 
     def unchanged(self) -> bool:
         """Whether the model still has the same tensors over the same memory."""
@@ -242,11 +243,10 @@ class Inventory:
         """How many tensors over the live storage of `group` are accounted for."""
         if not group.adopted:
             return group.count_tensors()
-        handle = group.storage._cdata
-        if handle not in self._adopted_users:
-            here = [other for other in self.groups if other.storage is group.storage]
-            self._adopted_users[handle] = sum(other.count_tensors() for other in here)
-        return self._adopted_users[handle]
+        if not self._adopted_users:
+            for other in [one for one in self.groups if one.adopted]:
+                self._adopted_users[other.storage._cdata] += other.count_tensors()
+        return self._adopted_users[group.storage._cdata]
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import struct
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from weightwire.errors import HandshakeError, PeerLost, TransferError
 _LIMIT = 64 << 10
 _DESCRIPTORS = 16
 _SLICE_MILLISECONDS = 50
+_MOMENT_SECONDS = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,15 @@ class Signal:
             os.eventfd_read(self.fd)
         except BlockingIOError:
             return False
+        return True
+
+    def take_soon(self) -> bool:
+        """Count one down, trying for a moment if the count is 0: to sleep and be woken costs more than the moment."""
+        until = time.perf_counter() + _MOMENT_SECONDS
+        while not self.take():
+            if time.perf_counter() > until:
+                return False
+            os.sched_yield()
         return True
 
     def close(self) -> None:

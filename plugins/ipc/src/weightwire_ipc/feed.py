@@ -6,7 +6,8 @@ To each worker, in this order where there is something to say:
     drop     a segment is not needed any more
     table    where every parameter of this sender lies
     ring     the ring, its slots, and the two signals of this worker
-    round    round n: read what the table says; adopt what is in a segment; then take the fills of the ring
+    round    round n: read what the table says, then take the fills of the ring; or adopt a segment
+    filled   that segment has its weights
 
 Each worker answers `read` with the round's number once it needs nothing more.
 """
@@ -119,13 +120,17 @@ class Feed:
         return DeviceSegment(memory.untyped_storage()), memory
 
     def begin(self, number: int, deadline: Deadline, *, adopt: int | None = None, hold: int | None = None) -> None:
-        """Have the workers read, adopting the segment of that number if there is one; takes `hold` over."""
+        """Have the workers read, or make ready to adopt the segment of that number; takes `hold` over."""
         try:
             record = {"round": number} if adopt is None else {"round": number, "adopt": adopt}
             self._tell(record, deadline, [] if hold is None else [hold])
         finally:
             if hold is not None:
                 os.close(hold)
+
+    def tell_filled(self, number: int, deadline: Deadline) -> None:
+        """Say that the segment to adopt has the weights of round `number`."""
+        self._tell({"filled": number}, deadline)
 
     def finish(self, number: int, deadline: Deadline) -> None:
         """Wait until every worker has read everything.

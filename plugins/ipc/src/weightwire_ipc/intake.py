@@ -1,6 +1,7 @@
 """A worker's half of the link to one sender: the memory it was handed, and one round after the other.
 
 waiting   for the sender to say that the round begins; segments, tables and the ring come in this state
+offered   a segment to adopt is being filled
 taking    fills of the ring
 done      the sender knows that nothing more is needed
 """
@@ -54,6 +55,7 @@ class Intake:
         self._fills: list[Fill] = []
         self._left: deque[Fill] = deque()
         self._landing: Landing | None = None
+        self._offered: Lying | None = None
         self.number = -1
 
     @cached_property
@@ -65,7 +67,7 @@ class Intake:
 
     def expect(self, number: int, landing: Landing) -> None:
         """Begin round `number`."""
-        self.number, self._landing = number, landing
+        self.number, self._landing, self._offered = number, landing, None
         if self._lying is not None:
             landing.ready(self._lying)
 
@@ -114,8 +116,10 @@ class Intake:
                 _require_size(slot_bytes * count, "the ring")
                 self._ring = self._open_ring(message, slot_bytes, count)
                 self._plan()
-            case {"round": int(number)} if number == self.number:
+            case {"round": int(number)} if number == self.number and self._offered is None:
                 self._begin(message, deadline)
+            case {"filled": int(number)} if number == self.number and self._offered is not None:
+                self._adopt(deadline)
             case _:
                 raise TransferError(f"{self.channel.peer} said {record!r}, which does not fit", transport="ipc")
 
@@ -161,16 +165,15 @@ class Intake:
         landing = self._landing
         assert landing is not None
         if "adopt" in message.record:
-            self._adopt(message, landing)
-            self._left.clear()
+            self._offered = self._offer_of(message)
         else:
             if self._table is None or (self._ring_rows and self._ring is None):
                 words = f"{self.channel.peer} begins a round and has not said where its weights are"
                 raise TransferError(words, transport="ipc")
             self._read(landing)
             self._left = deque(self._fills)
-        if not self._left:
-            self._finish(deadline)
+            if not self._left:
+                self._finish(deadline)
 
     def _finish(self, deadline: Deadline) -> None:
         self.channel.send({"read": self.number}, deadline=deadline)
@@ -197,7 +200,8 @@ class Intake:
                     mapping.lent = isinstance(mapping, Mapping)
             faults.reach("ipc.copied")
 
-    def _adopt(self, message: Message, landing: Landing) -> None:
+    def _offer_of(self, message: Message) -> Lying:
+        """The segment to adopt, mapped; what is in it is still being written."""
         number = message.record["adopt"]
         mapping = self._segments.get(number) if isinstance(number, int) else None
         (hold,) = self._descriptors(message, 1)
@@ -210,12 +214,21 @@ class Intake:
         # A storage for each: a view that is held of one parameter is no concern of the others.
         pieces = mapping.pieces(layout.offsets, sizes, partial(os.close, hold))
         lying = Lying(self._rows, pieces, [0] * len(pieces))
+        if self._landing is not None and self._landing.adopts:
+            lying.tensors()  # now, while there is time
+        return lying
+
+    def _adopt(self, deadline: Deadline) -> None:
+        offered, self._offered = self._offered, None
+        landing = self._landing
+        assert offered is not None and landing is not None
         if landing.adopts:
-            landing.adopt(lying)
+            landing.adopt(offered)
         else:
-            landing.read(lying)
+            landing.read(offered)
             self._settle()
         faults.reach("ipc.adopted")
+        self._finish(deadline)
 
     def _settle(self) -> None:
         """Have what was queued on a device end before the sender is told that it may go on."""
@@ -226,7 +239,7 @@ class Intake:
         """Take the fills that are there; returns whether any was."""
         ring, landing, took = self._ring, self._landing, False
         assert ring is not None and landing is not None
-        while self._left and ring.filled.take():
+        while self._left and ring.filled.take_soon():
             deadline.check()
             landing.take(ring.slots.next(), self._left.popleft(), self._ring_rows)
             ring.slots.settle()

@@ -38,6 +38,7 @@ class Lying:
         self._offsets = offsets
         self._sizes = [meta.nbytes for _, meta in rows]
         self._copies: dict[tuple[int, ...], list[Span]] = {}
+        self._tensors: dict[str, torch.Tensor] | None = None
         starts = {id(one): one.data_ptr() for one in memory}
         self._addresses = [starts[id(one)] + offset for one, offset in zip(memory, offsets, strict=True)]
         self.on_host = all(one.device.type == "cpu" for one in {id(one): one for one in memory}.values())
@@ -51,6 +52,12 @@ class Lying:
         """One of them."""
         meta = self.rows[row][1]
         return self.content(row).view(meta.dtype).view(meta.shape)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of them by name, made once."""
+        if self._tensors is None:
+            self._tensors = {name: self.tensor(row) for row, name in enumerate(self.names)}
+        return self._tensors
 
     def copies_to(self, targets: Sequence[torch.Tensor], *, padding: int) -> list[Span]:
         """How to copy all to memory of this host; worked out once for targets at the same addresses."""
@@ -103,7 +110,7 @@ class Landing:
 
     def adopt(self, lying: Lying) -> None:
         """Hand memory over."""
-        views = {meta.name: lying.tensor(row) for row, (_, meta) in enumerate(lying.rows)}
+        views = lying.tensors()
         for place, meta in lying.rows if self._checksums.enabled else ():
             self._checksums.add(place, [as_bytes(views[meta.name])])
         self._sink.adopt(views)

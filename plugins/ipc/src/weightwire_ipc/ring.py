@@ -158,7 +158,7 @@ class RingWriter:
             DeadlineExceeded: A worker does not read.
         """
         for reader in self.readers:
-            while not reader.free.take():
+            while not reader.free.take_soon():
                 wait_any([reader.free.fd, reader.channel], deadline, f"{reader.channel.peer} to read")
                 _require_alive(reader)
         slot = self._slots.next()

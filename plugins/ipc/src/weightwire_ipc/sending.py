@@ -254,17 +254,19 @@ class Sending:
         return self._outgoing.nbytes
 
     def _export(self, batches: Iterator[Batch], number: int) -> None:
-        """Copy everything into a segment that nobody looks at, then have the workers take it over."""
+        """Copy everything into a segment that nobody looks at, and have the workers take it over."""
         outgoing = self._outgoing
         export = outgoing.exports.idle()
+        self._feed.keep(outgoing.exports.files(), self._deadline)
+        segment = self._feed.give(export.file, self._deadline)
+        # The workers map it meanwhile; they do not look at what is in it yet.
+        self._feed.begin(number, self._deadline, adopt=segment, hold=export.hand_out())
+        faults.reach("ipc.announced")
         for batch in batches:
             arrived = outgoing.mine(batch)
             self._copy(arrived, export.file.memory)
             self._note(arrived)
-        self._feed.keep(outgoing.exports.files(), self._deadline)
-        segment = self._feed.give(export.file, self._deadline)
-        self._feed.begin(number, self._deadline, adopt=segment, hold=export.hand_out())
-        faults.reach("ipc.announced")
+        self._feed.tell_filled(number, self._deadline)
         self.path = "shared memory, one copy for all that adopt it"
 
     def _copy(self, arrived: Sequence[tuple[int, torch.Tensor]], memory: torch.Tensor) -> None:
