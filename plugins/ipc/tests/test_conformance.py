@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
-
 from torch import Tensor, nn
 
 from weightwire.testing import TransportConformance, TransportUnderTest
