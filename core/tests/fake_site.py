@@ -6,10 +6,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
+import importlib_metadata
 import pytest
 
 from weightwire import discovery, loading, registry
+
+_HIDDEN = set(discovery.FIRST_PARTY.values()) - {"weightwire-nccl"}
 
 PLUGIN = """
     from weightwire.hookspecs import Availability, TransportSpec, hookimpl
@@ -104,9 +108,25 @@ class FakeSite:
         return package
 
 
+def _is_hidden(distribution: Any) -> bool:
+    try:
+        return distribution.metadata["Name"] in _HIDDEN
+    except importlib_metadata.MetadataNotFound:
+        return False
+
+
 @pytest.fixture
 def fake_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSite]:
-    """A fake site on `sys.path`, no variable set, empty tables; everything is as before afterwards."""
+    """A fake site on `sys.path`, no variable set, empty tables; everything is as before afterwards.
+
+    Of weightwire's own transports `nccl` is installed, and no other, whatever this environment has.
+    """
+    everything = importlib_metadata.distributions
+
+    def distributions(**context: Any) -> Iterator[Any]:
+        return (one for one in everything(**context) if not _is_hidden(one))
+
+    monkeypatch.setattr(importlib_metadata, "distributions", distributions)
     for variable in ("WEIGHTWIRE_PLUGINS", "WEIGHTWIRE_DISABLE", "WEIGHTWIRE_STRICT"):
         monkeypatch.delenv(variable, raising=False)
     for table in registry._tables.values():

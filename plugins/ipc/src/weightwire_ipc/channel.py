@@ -191,8 +191,15 @@ class Signal:
         return self.fd
 
     def give(self) -> None:
-        """Count one up."""
-        os.eventfd_write(self.fd, 1)
+        """Count one up.
+
+        Raises:
+            TransferError: The peer has counted it up to its end.
+        """
+        try:
+            os.eventfd_write(self.fd, 1)
+        except BlockingIOError as error:
+            raise TransferError("the peer has filled a signal that is ours to give", transport="ipc") from error
 
     def take(self) -> bool:
         """Count one down; False if the count is 0."""

@@ -24,7 +24,8 @@ from weightwire_ipc.feed import Feed
 from weightwire_ipc.guard import install
 from weightwire_ipc.host import apart, apart_on_device, identity
 from weightwire_ipc.messages import IPCTrainerInitInfo
-from weightwire_ipc.sending import Outgoing, Prepared, Sending
+from weightwire_ipc.outgoing import Outgoing, Prepared
+from weightwire_ipc.sending import Sending
 from weightwire_ipc.stock import StockIPCTrainer
 
 
