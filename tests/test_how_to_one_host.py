@@ -34,6 +34,7 @@ def run_script(state: dict[str, Any], directory: str, name: str) -> str:
     return said.getvalue()
 
 
+@pytest.mark.thorough
 def test_the_page(ranks: BorrowRanks, tmp_path: Path) -> None:
     user, *workers = ranks(3)
     page = HOW_TO.read_text()

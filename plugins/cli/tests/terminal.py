@@ -21,8 +21,10 @@ import pyte
 WEIGHTWIRE = str(Path(sys.executable).parent / "weightwire")
 LIMIT = 40.0
 # The program makes the terminal its own, so that Ctrl-C reaches it; a shell or a login does the same.
+# Ctrl-C means something there, also where these tests run in the background of a shell, which ignores it.
 _OWN_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+    "import fcntl, os, signal, sys, termios; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 )
 
 

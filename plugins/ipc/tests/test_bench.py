@@ -23,6 +23,7 @@ def cases() -> dict[str, Case]:
     return {case.name: case for case in bench.cases(OPTIONS)}
 
 
+@pytest.mark.thorough
 def test_a_private_source_beside_the_other_ways(cases: dict[str, Case], pool: RankPool) -> None:
     report = run_bench("ipc", [cases["private"]], OPTIONS, pool=pool)
     assert report.bit_equal
@@ -47,6 +48,7 @@ def test_adopted_memory_of_two_workers_is_weighed_together(cases: dict[str, Case
     assert extras["workers_copies"] == pytest.approx(both / model_like(MIB, tensors=26).nbytes)
 
 
+@pytest.mark.thorough
 def test_one_worker_beside_two_and_a_module_of_its_own(cases: dict[str, Case], pool: RankPool) -> None:
     tiny = dataclasses.replace(cases["tiny"], payload=equal_tensors(40, 1024))
     report = run_bench("ipc", [cases["1to2"], tiny], OPTIONS, pool=pool)
