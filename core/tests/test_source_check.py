@@ -139,12 +139,8 @@ class Listed(WeightSource):
         return zip(*self.resident(), strict=True)
 
 
-def reader(expected: list[ParamMeta], tensors: list[Tensor]) -> SourceReader:
-    return SourceReader(Listed(expected, tensors), expected, 0, "full")
-
-
 def batches(expected: list[ParamMeta], tensors: list[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
-    return reader(expected, tensors).batches()
+    return SourceReader(expected, 0, "full").batches(Listed(expected, tensors))
 
 
 def test_thousands_come_by_the_block_and_once_each() -> None:
@@ -187,7 +183,7 @@ def test_too_few_and_too_many_are_told() -> None:
 
 def looked_at(expected: list[ParamMeta], tensors: list[Tensor]) -> tuple[list[Tensor], list[bool]]:
     """What is present, and what is said of each while it is looked at."""
-    present = reader(expected, tensors).present()
+    present = SourceReader(expected, 0, "full").present(Listed(expected, tensors))
     assert present is not None
     seen: list[Tensor] = []
     plain: list[bool] = []

@@ -16,8 +16,9 @@ from weightwire.source_check import Declared, checked
 class SourceReader:
     """One rank's passes over a source.
 
+    The source is given to each pass: an engine's may be replaced by another with the same metadata.
+
     Args:
-        source: The weights.
         metadata: Every parameter, as the source declares it.
         rank: The trainer rank.
         consumes: Which mode of the source is read.
@@ -26,10 +27,7 @@ class SourceReader:
         owned: Place in the metadata and description of each parameter that this rank owns.
     """
 
-    def __init__(
-        self, source: WeightSource, metadata: Sequence[ParamMeta], rank: int, consumes: Literal["full", "local"]
-    ) -> None:
-        self._source = source
+    def __init__(self, metadata: Sequence[ParamMeta], rank: int, consumes: Literal["full", "local"]) -> None:
         self._local_rank = rank if consumes == "local" else None
         self.owned = [(place, meta) for place, meta in enumerate(metadata) if meta.owned_by(rank)]
         self._places = [place for place, _ in self.owned]
@@ -39,15 +37,15 @@ class SourceReader:
     def _declared(self) -> Declared:
         return Declared(self._metas)
 
-    def pairs(self) -> Iterator[tuple[ParamMeta, Tensor]]:
+    def pairs(self, source: WeightSource) -> Iterator[tuple[ParamMeta, Tensor]]:
         """See `TrainerWeightTransferEngine.pairs`."""
         if self._local_rank is None:
-            return checked(self._source.iter_full(), self._metas)
-        return checked(self._source.iter_local(), self._metas, local_rank=self._local_rank)
+            return checked(source.iter_full(), self._metas)
+        return checked(source.iter_local(), self._metas, local_rank=self._local_rank)
 
-    def batches(self) -> Iterator[tuple[list[int], list[Tensor]]]:
+    def batches(self, source: WeightSource) -> Iterator[tuple[list[int], list[Tensor]]]:
         """See `TrainerWeightTransferEngine.batches`."""
-        seen, resident = 0, self._source.resident()
+        seen, resident = 0, source.resident()
         if resident is not None and resident[0] == self._declared.names:
             for block in self._declared.blocks():
                 tensors = resident[1][block]
@@ -58,13 +56,13 @@ class SourceReader:
             else:
                 return
         # Whatever is unusual is looked at one by one, which names the first culprit.
-        for number, (_, tensor) in enumerate(self.pairs()):
+        for number, (_, tensor) in enumerate(self.pairs(source)):
             if number >= seen:
                 yield [self._places[number]], [tensor]
 
-    def present(self) -> PresentSource | None:
+    def present(self, source: WeightSource) -> PresentSource | None:
         """See `TrainerWeightTransferEngine.present`."""
-        resident = self._source.resident()
+        resident = source.resident()
         if resident is None:
             return None
         return PresentSource(*resident, self._declared, self._metas, self._local_rank)

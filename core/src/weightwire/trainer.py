@@ -196,7 +196,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         check_metadata(self.metadata)
         self.metadata_digest = metadata_digest(self.metadata)
         self.total_bytes = total_bytes(self.metadata)
-        self.reader = SourceReader(source, self.metadata, self.rank, self.consumes)
+        self.reader = SourceReader(self.metadata, self.rank, self.consumes)
         self._members = Membership(info, source, self.metadata)
 
     def _open(self, deadline: Deadline) -> None:
@@ -287,7 +287,8 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         Raises:
             SourceMismatch: The source yields something other than it declares.
         """
-        return self.reader.pairs()
+        assert self.source is not None
+        return self.reader.pairs(self.source)
 
     def batches(self) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
         """Places in the metadata, and what `pairs` yields for them: many at once if all is there, else one by one.
@@ -295,14 +296,16 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         Raises:
             SourceMismatch: As `pairs`.
         """
-        return self.reader.batches()
+        assert self.source is not None
+        return self.reader.batches(self.source)
 
     def present(self) -> PresentSource | None:
         """This rank's parameters, if all are there anyway from the beginning to the end of the round; else None.
 
         `PresentSource.look` has to be called before they are used.
         """
-        return self.reader.present()
+        assert self.source is not None
+        return self.reader.present(self.source)
 
     def send_weights(
         self,

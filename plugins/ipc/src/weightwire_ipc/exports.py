@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import os
 import select
+import time
 
+from weightwire.deadline import Deadline
 from weightwire_ipc.memory import MemoryFile
 
 _USUAL, _KEPT = 2, 3
+_MOMENT_SECONDS = 1.0
+"""After a round that failed a worker may be a little later than the trainer's next one."""
 
 
 class Export:
@@ -58,14 +62,17 @@ class Exports:
         self._nbytes = nbytes
         self._all: list[Export] = []
 
-    def idle(self) -> Export:
-        """A segment that nobody looks at.
+    def idle(self, deadline: Deadline) -> Export:
+        """A segment that nobody looks at; a worker that is about to let go of one is waited for a moment.
 
         Raises:
             TransferError: There is no memory for another one.
         """
         while len(self._all) < _USUAL:
             self._all.append(Export(self._nbytes))
+        until = time.monotonic() + _MOMENT_SECONDS
+        while len(self._all) < _KEPT and all(one.held() for one in self._all) and time.monotonic() < until:
+            deadline.sleep(_MOMENT_SECONDS / 100)
         export = next((one for one in self._all if not one.held()), None) or Export(self._nbytes)
         # The latest is last, so that the next round takes the one before it.
         self._all = [*(one for one in self._all if one is not export), export]

@@ -279,6 +279,8 @@ class Intake:
     def close(self) -> None:
         """Hang up; what was adopted stays where it is. Idempotent."""
         self.channel.close()
+        # What failed is told with its frames, which hold this object for a while; the sender waits for the segment.
+        self._landing = self._offered = None
         self._segments.clear()
         self._lying = None
         ring, self._ring = self._ring, None

@@ -108,7 +108,7 @@ class Sending:
     def _export(self, batches: Iterator[Batch], number: int) -> None:
         """Copy everything into a segment that nobody looks at, and have the workers take it over."""
         outgoing = self._outgoing
-        export = outgoing.exports.idle()
+        export = outgoing.exports.idle(self._deadline)
         self._feed.keep(outgoing.exports.files(), self._deadline)
         segment = self._feed.give(export.file, self._deadline)
         # The workers map it meanwhile; they do not look at what is in it yet.

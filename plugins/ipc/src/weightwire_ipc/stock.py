@@ -101,7 +101,7 @@ class StockIPCTrainer(TrainerWeightTransferEngine[IPCTrainerInitInfo]):
                     parameter=meta.name,
                 )
         self.total_bytes = total_bytes(self.metadata)
-        self.reader = SourceReader(self.source, self.metadata, info.rank, self.consumes)
+        self.reader = SourceReader(self.metadata, info.rank, self.consumes)
         self._chunks = cut_chunks(self.metadata, info.buffer_bytes("device")) if info.packed else []
         self._group = StockGroup(count, info.rank)
         self._exporter = self.make_exporter()
