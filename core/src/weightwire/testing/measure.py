@@ -49,6 +49,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from weightwire.report import TransferReport
 from weightwire.testing import measure_rank
 from weightwire.testing.measure_rank import Seat, Step, Way, Weight
 from weightwire.testing.measure_report import Report, Run, machine
@@ -67,6 +68,7 @@ __all__ = [
     "measure",
     "model_like",
     "ratios_of",
+    "round_figures",
     "run_bench",
 ]
 
@@ -177,6 +179,18 @@ def measure(case: Case, options: Options, *, pool: RankPool, progress: Progress 
             for name in names[shift:] + names[:shift]:
                 taken[name].append(_round(ranks, name))
     return [_run_of(case, name, taken[name], warmup=options.warmup, weights=weights.get(name, [])) for name in names]
+
+
+def round_figures(report: TransferReport) -> dict[str, Any]:
+    """What a way that is a whole `send_weights` returns from its step: path, times, and bytes allocated."""
+    workers = [rank for rank in report.ranks if "commit" in rank.seconds]
+    return {
+        "path": report.path,
+        "transfer_seconds": report.seconds["transfer"],
+        "exclusive_milliseconds": 1e3 * max(rank.seconds["commit"] + rank.seconds["vote"] for rank in workers),
+        "commit_milliseconds": 1e3 * max(rank.seconds["commit"] for rank in workers),
+        "allocated_bytes": max(rank.details["allocated_bytes"] for rank in workers),
+    }
 
 
 @dataclass(frozen=True, slots=True)

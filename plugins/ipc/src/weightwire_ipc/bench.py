@@ -14,7 +14,7 @@ from weightwire.clients.fanout import FanoutClient
 from weightwire.registry import WeightTransferTrainerFactory
 from weightwire.source import ModuleSource
 from weightwire.testing.floors import memory_floors
-from weightwire.testing.measure import Case, Options, Payload, Seat, Way, equal_tensors, model_like
+from weightwire.testing.measure import Case, Options, Payload, Seat, Way, equal_tensors, model_like, round_figures
 from weightwire.testing.worker_host import WorkerHost
 from weightwire.testing.workers import RankClient
 from weightwire.worker import Worker
@@ -125,16 +125,7 @@ class IPCWay(Way):
         """Send once."""
         if not seat.sends:
             return None
-        report = self._trainer.send_weights()
-        workers = [rank for rank in report.ranks if "commit" in rank.seconds]
-        return {
-            "path": report.path,
-            "transfer_seconds": report.seconds["transfer"],
-            "exclusive_milliseconds": 1e3 * max(rank.seconds["commit"] + rank.seconds["vote"] for rank in workers),
-            "commit_milliseconds": 1e3 * max(rank.seconds["commit"] for rank in workers),
-            "allocated_bytes": max(rank.details["allocated_bytes"] for rank in workers),
-            **self._extras,
-        }
+        return {**round_figures(self._trainer.send_weights()), **self._extras}
 
     def held(self, seat: Seat) -> list[torch.Tensor]:
         """The module's parameters, where it takes part."""

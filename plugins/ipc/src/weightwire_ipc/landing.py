@@ -161,8 +161,8 @@ class Landing:
 
     def take(self, slot: torch.Tensor, fill: Fill, rows: Sequence[tuple[int, ParamMeta]]) -> None:
         """Copy what a ring slot carries; `rows` are the parameters that go through the ring, by row."""
-        metas = [meta for _, meta in rows]
         if fill.pack is not None:
+            metas = [meta for _, meta in rows]
             copied, views = unpack_chunk(slot, fill.pack, metas, self.targets)
             if copied:
                 self._sink.received(copied)
@@ -174,7 +174,7 @@ class Landing:
                 self._checksums.add(place, [as_bytes(bytes_here)])
             return
         for piece in fill.pieces:
-            into = as_bytes(self._whole(metas[piece.row]))
+            into = as_bytes(self._whole(rows[piece.row][1]))
             content = slot[piece.offset : piece.offset + piece.nbytes]
             copy_bytes(into[piece.start : piece.start + piece.nbytes], content)
         for row in fill.completes:

@@ -8,7 +8,7 @@ from weightwire.clients.fanout import FanoutClient
 from weightwire.registry import WeightTransferTrainerFactory
 from weightwire.source import ModuleSource
 from weightwire.testing.floors import floors
-from weightwire.testing.measure import Case, Options, Seat, Way, equal_tensors, model_like
+from weightwire.testing.measure import Case, Options, Seat, Way, equal_tensors, model_like, round_figures
 from weightwire.testing.worker_host import WorkerHost
 from weightwire.testing.workers import RankClient
 from weightwire.worker import Worker
@@ -44,15 +44,7 @@ class NCCLWay(Way):
         """Send once."""
         if not seat.sends:
             return None
-        report = self._trainer.send_weights()
-        workers = [rank for rank in report.ranks if "commit" in rank.seconds]
-        return {
-            "path": report.path,
-            "transfer_seconds": report.seconds["transfer"],
-            "exclusive_milliseconds": 1e3 * max(rank.seconds["commit"] + rank.seconds["vote"] for rank in workers),
-            "commit_milliseconds": 1e3 * max(rank.seconds["commit"] for rank in workers),
-            "allocated_bytes": max(rank.details["allocated_bytes"] for rank in workers),
-        }
+        return round_figures(self._trainer.send_weights())
 
     def close(self, seat: Seat) -> None:
         """Leave."""
