@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -180,7 +181,7 @@ class Rank:
         return pending
 
     def _signal(self, number: signal.Signals) -> None:
-        with self._changed:
+        with self._changed, contextlib.suppress(ProcessLookupError):  # gone, and `_bury` has not noted it yet
             if self.alive:
                 os.kill(self.pid, number)
 
