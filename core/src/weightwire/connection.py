@@ -125,6 +125,8 @@ def parse_link(init_info: dict[str, Any]) -> LinkInfo | None:
 
 
 def _device_of(model: Any) -> torch.device:
+    if isinstance(device := getattr(model, "device", None), torch.device):
+        return device
     parameters = getattr(model, "parameters", None)
     first = next(iter(parameters()), None) if callable(parameters) else None
     return first.device if first is not None else torch.device("cpu")

@@ -161,8 +161,7 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
 
     def describe(self) -> dict[str, Any]:
         """What this worker says of itself in hello."""
-        sink = self.sink
-        return {"strict": sink.strict, "staging": sink.staging, "device": str(self.device)}
+        return {**self.sink.describe(), "device": str(self.device)}
 
     def plan_digest(self, init_info: TInitInfo) -> str:
         """Digest of what this transport derives from metadata; compared with the trainers' before connecting."""

@@ -234,6 +234,8 @@ class WeightTransferUpdateInfo(Message):
         base: The revision a partial update stands on.
         metadata: The parameters of this update where they are not those of init.
         trainer: Id of the trainer that sends it.
+        label: What the weights will be called once it commits, for a host that is not told at finish.
+        pause: How the host keeps readers out while it commits, where it said in hello that it does so by itself.
     """
 
     round: int | None = None
@@ -242,6 +244,8 @@ class WeightTransferUpdateInfo(Message):
     revision: dict[str, Any] | None = None
     base: dict[str, Any] | None = None
     metadata: list[dict[str, Any]] | None = None
+    label: str | None = None
+    pause: typing.Literal["keep", "wait", "abort"] | None = None
 
 
 WeightTransferUpdatePayload = dict[str, Any] | list[dict[str, Any]]

@@ -143,6 +143,10 @@ class WeightSink(ABC):
         self._dirty = False
         self._torn = False
 
+    def describe(self) -> dict[str, Any]:
+        """What a worker says of it in hello, as JSON; with `pauses_at_commit`, that the host pauses its own readers."""
+        return {"strict": self.strict, "staging": self.staging}
+
     @property
     def torn(self) -> bool:
         """Whether the live weights are half old, half new, until a full update commits."""

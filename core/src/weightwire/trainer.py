@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import torch
@@ -58,6 +58,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         next_revision: The revision that the next commit makes.
         acknowledged: The revision the workers are known to be on.
         trainer_id: Random; tells the workers this trainer from another.
+        hosts_pause: Whether the workers' hosts keep readers out by themselves while they commit, as a round asks them.
         on_progress: Called with a `ProgressEvent` at every step of a transfer, on the calling thread.
     """
 
@@ -78,6 +79,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self.source = source
         self.is_sender = is_sender
         self.rank = rank
+        self.hosts_pause = False
         self.on_progress: ProgressCallback | None = None
         self.init_info: TTrainerInitInfo
         self.fleet: Fleet
@@ -212,7 +214,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
                         deadline,
                         what="init_weight_transfer_engine",
                     )
-                self._agree("hello", deadline, self._expectations())
+                self._hello(deadline)
                 self._agree("plan", deadline, {"plan": self.plan_digest()})
                 self.connect(deadline)
                 self._agree("connected", deadline, {})
@@ -239,13 +241,18 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
             "options": self.link_options(),
         }
 
-    def _expectations(self) -> dict[str, Any]:
-        return {
+    def _hello(self, deadline: Deadline) -> None:
+        assert self.rendezvous is not None
+        agree = {
             "backend": self.backend,
             "wire": self.wire_version,
             "metadata": self.metadata_digest,
             "senders": list(self._members.senders),
         }
+        outcome = self.rendezvous.exchange("hello", deadline=deadline, agree=agree, gather=self.is_sender)
+        outcome.raise_failed()
+        workers = [payload for _, payload in outcome.payloads.items() if isinstance(payload, dict)]
+        self.hosts_pause = bool(workers) and all(payload.get("pauses_at_commit") for payload in workers)
 
     def _agree(self, phase: str, deadline: Deadline, agree: dict[str, Any]) -> None:
         assert self.rendezvous is not None
@@ -337,39 +344,45 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         deadline = Deadline(seconds, what="send_weights")
         if self._members.closed:
             raise TransferError("send_weights after shutdown: make a new engine with trainer_init")
+        opened = not self.linked
+        if opened:
+            self._reopen(deadline)
         with self._paused(pause, deadline):
-            opened = not self.linked
-            if opened:
-                self._reopen(deadline)
             try:
-                return self._send(weight_version, deadline, reinitialised=opened)
+                return self._send(weight_version, deadline, pause=pause, reinitialised=opened)
             except _LinkWasLost as lost:
                 if opened:
                     raise lost.error from lost.error.__cause__
             # The first link's failure has cancelled the first deadline; what was left of the time is left.
             again = Deadline(deadline.remaining(), what="send_weights")
             self._reopen(again)
-            return self._send(weight_version, again, reinitialised=True)
+            return self._send(weight_version, again, pause=pause, reinitialised=True)
 
     @contextmanager
     def _paused(self, mode: PauseMode | None, deadline: Deadline) -> Iterator[None]:
-        if mode is None or not self.is_sender:
+        if mode is None or not self.is_sender or self.hosts_pause:
             yield
             return
         self.control.pause(mode, deadline)
         try:
             yield
-        finally:
-            self.control.resume(max(1.0, deadline.remaining()))
+        except BaseException:
+            with suppress(WeightwireError):  # torn weights stay paused; what went wrong is told by the first error
+                self.control.resume(max(1.0, deadline.remaining()))
+            raise
+        self.control.resume(max(1.0, deadline.remaining()))
 
     def _reopen(self, deadline: Deadline) -> None:
         if self.rendezvous is not None:
             self._take_down(self.rendezvous.failure or HandshakeError("the link is opened again"))
         self._open(deadline)
 
-    def _send(self, label: str | None, deadline: Deadline, *, reinitialised: bool) -> TransferReport:
+    def _send(
+        self, label: str | None, deadline: Deadline, *, pause: PauseMode | None, reinitialised: bool
+    ) -> TransferReport:
         assert self.rendezvous is not None
-        current = TrainerRound(self, self.rendezvous, self._round, label, deadline)
+        asked = pause if self.hosts_pause else None
+        current = TrainerRound(self, self.rendezvous, self._round, label, deadline, pause=asked)
         self._round += 1
         try:
             try:

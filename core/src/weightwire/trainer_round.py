@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightwire import faults
+from weightwire.clients.protocol import PauseMode
 from weightwire.control_call import ControlCall
 from weightwire.deadline import Deadline
 from weightwire.errors import WeightwireError
@@ -33,6 +34,7 @@ class TrainerRound:
         rendezvous: The link.
         number: Number of the round within the link.
         label: The workers' new `weight_version`, if it changes.
+        pause: How hosts that pause by themselves do so, if they shall.
         deadline: Deadline of `send_weights`.
     """
 
@@ -43,7 +45,10 @@ class TrainerRound:
         number: int,
         label: str | None,
         deadline: Deadline,
+        *,
+        pause: PauseMode | None = None,
     ) -> None:
+        self._pause = pause
         self._engine = engine
         self._rendezvous = rendezvous
         self._number = number
@@ -113,6 +118,8 @@ class TrainerRound:
             "trainer": engine.trainer_id,
             "revision": self._engine.next_revision.to_json(),
             "scope": self._scope,
+            "label": self._label,
+            "pause": self._pause,
         }
         engine.control.start(self._deadline)
         engine.control.update(update, self._deadline)

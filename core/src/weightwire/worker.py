@@ -76,6 +76,17 @@ class Worker:
         self._last_transfer: dict[str, float] | None = None
         self._update_state()
 
+    def take_draft_model(self, model: Any) -> None:
+        """Have draft updates go to `model` from now on; nothing to do where they already do.
+
+        Raises:
+            OrderError: An update is on.
+        """
+        if self._draft is not None and self._draft.model is model:
+            return
+        with self.session.exclusive("a new draft model", Deadline(ABORT_SECONDS)):
+            self._draft = Target(model, as_sink(model))
+
     # What is known
 
     @property

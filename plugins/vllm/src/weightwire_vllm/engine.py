@@ -1,0 +1,145 @@
+"""weightwire's Worker inside a worker process of vLLM.
+
+vLLM calls the methods of its own ABC; a Worker does what they ask. Nothing raises here: vLLM reads only the first
+failed answer of several ranks, so that the answers of the others would be taken for those of the next call. What went
+wrong is kept instead, and the engine core (see engine_core.py) asks every rank for it after each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+from weightwire.deadline import Deadline
+from weightwire.errors import MessageError, WeightwireError, describe
+from weightwire.worker import Worker
+from weightwire_vllm.plugin import BACKEND
+from weightwire_vllm.sink import VLLMSink, logger
+
+_OPTIONS: Final = frozenset({"staging", "strict", "cast"})
+
+
+class HostedEngine(WeightTransferEngine[Any, Any]):
+    """Takes weights over any transport, for vLLM.
+
+    Args:
+        config: vLLM's `WeightTransferConfig`; `weightwire` takes the transport that the trainer names.
+        vllm_config: The server's configuration; its `additional_config["weightwire"]` may give `staging`, `strict` and
+            `cast`, see `VLLMSink`.
+        device: Where the model lies.
+        model: The live model.
+
+    Raises:
+        MessageError: Unknown or unfit options.
+    """
+
+    init_info_cls = dict  # type: ignore[assignment]
+    update_info_cls = dict  # type: ignore[assignment]
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._options = parse_options(vllm_config)
+        self._sinks: dict[int, VLLMSink] = {}
+        self.worker = Worker(
+            self._sink(model, self.model_config),
+            backend=config.backend.removeprefix(BACKEND).lstrip("_") or None,
+            parallel_config=self.parallel_config,
+        )
+        self._error: WeightwireError | None = None
+        self._label: str | None = None
+        self._clearing = False
+
+    def _sink(self, model: Any, model_config: Any) -> VLLMSink:
+        if id(model) not in self._sinks:
+            sink = VLLMSink(model, model_config, self.vllm_config, device=torch.device(self.device), **self._options)
+            self._sinks[id(model)] = sink
+        return self._sinks[id(model)]
+
+    # What vLLM calls
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> dict[str, Any]:
+        """As it is: the transport that it names parses it."""
+        return init_dict
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> dict[str, Any]:
+        """As it is: the transport parses it."""
+        return update_dict
+
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connect to the trainer that sent `init_info`."""
+        self._do(lambda: self.worker.init(init_info, deadline=Deadline(what="init_weight_transfer_engine")))
+
+    def start_weight_update(self) -> None:
+        """Open an update of the model, or of the draft model that vLLM has set as the target."""
+        draft = self.model is not self._default_model
+
+        def start() -> None:
+            if draft:
+                self.worker.take_draft_model(self._sink(self.model, self.model_config))
+            self.worker.start(draft=draft, deadline=Deadline(what="the update"))
+
+        self._do(start)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive one message of the open update."""
+        label = update_info.get("label") if isinstance(update_info, dict) else None
+        self._label = label if isinstance(label, str) else None
+        self._do(lambda: self.worker.update(update_info, deadline=Deadline(what="update_weights")))
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Receive one message of the open update."""
+        self.update_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        """Commit if every rank of the fleet can."""
+        if self._clearing:  # vLLM alone still believes in an update
+            self._clearing = False
+            return
+        self._do(lambda: self.worker.finish(self._label, deadline=Deadline(what="finish_weight_update")))
+
+    def shutdown(self) -> None:
+        """Leave the trainer."""
+        self._do(self.worker.shutdown)
+
+    def _do(self, call: Callable[[], object]) -> None:
+        self._error = None
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  kept, and raised in the engine core
+            self._error = describe(error)
+            logger.error("weightwire: worker rank %s: %s: %s", self.worker.parallel_config.rank, type(error).__name__, error)
+
+    # What the engine core and, through vLLM's `collective_rpc`, clients ask
+
+    def __call__(self, question: str) -> dict[str, Any]:
+        """Answer as JSON: `"outcome"` of the last call, `"info"`; `"abort"` ends the open update, `"clear"` prepares
+        for a finish that only tells vLLM so.
+        """
+        if question == "abort":
+            self._do(self.worker.abort)
+        elif question == "clear":
+            self._clearing = True
+        info = self.worker.info()
+        return {**info, "error": None if self._error is None else self._error.to_json(), "in_place": self.in_place}
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an update goes straight into the live weights, so that nobody may read meanwhile."""
+        return self._options.get("staging") == "none"
+
+
+def parse_options(vllm_config: Any) -> dict[str, Any]:
+    """The options that the server was started with.
+
+    Raises:
+        MessageError: They are no object, or have unknown keys.
+    """
+    given = getattr(vllm_config, "additional_config", None)
+    options = given.get("weightwire", {}) if isinstance(given, dict) else {}
+    if not isinstance(options, dict) or not _OPTIONS.issuperset(options):
+        known = ", ".join(sorted(_OPTIONS))
+        raise MessageError(f'additional_config["weightwire"] takes an object with {known}, got {options!r}')
+    return options

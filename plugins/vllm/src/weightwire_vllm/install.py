@@ -1,0 +1,59 @@
+"""Putting a checkpoint's tensors into a live vLLM model: vLLM's own layerwise reload, which repacks for the kernels.
+
+Each layer is built anew in checkpoint format, loaded, processed, and copied into the storage it had, so that
+addresses (CUDA graphs) stay. That costs the memory of one layer while it lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+
+class Installation:
+    """One reload of one model, from the first tensor to `finish` or `abandon`.
+
+    Args:
+        model: The live model.
+        model_config: Its configuration; a draft model has its own.
+        vllm_config: The server's.
+    """
+
+    def __init__(self, model: Any, model_config: Any, vllm_config: Any) -> None:
+        self._model: nn.Module = model
+        self._model_config = model_config
+        self._vllm_config = vllm_config
+        with torch.no_grad(), set_current_vllm_config(vllm_config):
+            initialize_layerwise_reload(model)
+
+    def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Hand tensors to the model's loader, which may keep them until `finish`."""
+        with torch.no_grad(), set_current_vllm_config(self._vllm_config):
+            self._model.load_weights(pairs)  # type: ignore[operator]
+
+    def finish(self) -> None:
+        """Process what waited for more, and put back what nothing came for."""
+        with torch.no_grad(), set_current_vllm_config(self._vllm_config):
+            finalize_layerwise_reload(self._model, self._model_config)
+
+    def abandon(self) -> None:
+        """Put back the old tensors of every layer that has not been replaced: some layers are new, the others old.
+
+        vLLM itself would leave those on the meta device with what came for them so far, which the next reload would
+        mix with what comes then.
+        """
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if not info.can_load():
+                continue
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
+        if hasattr(self._model, "_original_do_torchao_reload"):
+            self._model._do_torchao_reload = self._model._original_do_torchao_reload
