@@ -47,6 +47,12 @@ from weightwire.command import main
 for name in ("push", "bench"):
     assert main([name, "--help"]) == 0
 """,
+    "weightwire-vllm": """
+from weightwire_vllm.plugin import check_version, installed
+
+check_version("0.32.0+cpu")
+assert installed() == []
+""",
 }
 """What shows that a distribution works with core alone; every one has to be here."""
 

@@ -7,6 +7,7 @@ the server answers a repetition as it answered the first.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
@@ -25,6 +26,8 @@ TIMEOUT_HEADER = "Weightwire-Timeout"
 UPDATE_HEADER = "Weightwire-Update"
 SEQUENCE_HEADER = "Weightwire-Sequence"
 _GRACE_SECONDS = 5.0
+_PASSED_ON = re.compile(r"Call to collective_rpc method failed: (\w+): (.*)", re.DOTALL)
+"""How vLLM passes on what its workers raised."""
 _KEEP_ALIVE_SECONDS = 4.0
 """Shorter than the 5 s after which uvicorn closes an idle connection, so that no call is sent into a closed one."""
 
@@ -173,9 +176,12 @@ class HTTPVLLMWeightSyncClient:
         record = body.get("error")
         if isinstance(record, dict):
             known = {key: record.get(key) for key in ("type", "message", "param", "transport", "rank")}
+            if passed_on := _PASSED_ON.fullmatch(str(known["message"])):
+                known |= {"type": passed_on[1], "message": passed_on[2]}
             error = error_from_json(known)
         else:
             words = record if isinstance(record, str) else response.text[:500]
-            error = PeerFailed(f"/{path} answered {response.status_code}: {words}")
+            hint = "; a vLLM server needs VLLM_SERVER_DEV_MODE=1" if response.status_code == 404 else ""
+            error = PeerFailed(f"/{path} answered {response.status_code}: {words}{hint}")
         error.rank = f"{self.base_url}, {error.rank}" if error.rank else self.base_url
         return error

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,7 +18,8 @@ from weightwire.errors import TransportNotFound, WeightwireError
 from weightwire.testing.measure import Case, Options, Report, Run, run_bench
 
 GROUP = "weightwire.bench"
-"""Entry-point group: transport -> module with `cases(options) -> list[Case]` (see `weightwire.testing.measure`)."""
+"""Entry-point group: transport -> module with `cases(options) -> list[Case]` (see `weightwire.testing.measure`),
+or for a host `CASES`, their names, and `run(options, names, progress) -> Report`."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _UNITS = "KMGT"
@@ -82,9 +83,8 @@ def bench(
     if file is not None and not as_json:
         raise typer.BadParameter("a FILE is for --json")
     options = Options(nbytes=parse_size(size), tensors=tensors, rounds=rounds, memory=memory)
-    cases = _chosen(_cases(backend)(options), case)
     with Console(stderr=True).status("starting") as status:
-        report = run_bench(backend, cases, options, progress=status.update)
+        report = _measured(backend, options, case, status.update)
     text = json.dumps(report.to_json(), indent=2)
     if file is not None:
         file.write_text(text + "\n")
@@ -95,21 +95,33 @@ def bench(
     raise typer.Exit(0 if report.bit_equal else 1)
 
 
-def _cases(backend: str) -> Callable[[Options], Sequence[Case]]:
+def _measured(backend: str, options: Options, names: Sequence[str] | None, progress: Callable[[str], None]) -> Report:
+    module = _module(backend)
+    if not hasattr(module, "run"):
+        return run_bench(backend, _chosen(module.cases(options), names), options, progress=progress)
+    # A host, whose ends are no ranks that could all do everything.
+    _check(names, module.CASES)
+    report: Report = module.run(options, names, progress)
+    return report
+
+
+def _module(backend: str) -> Any:
     found = {entry.name: entry for entry in entries(GROUP)}
     entry: Entry | None = found.get(backend)
     if entry is None:
         have = ", ".join(sorted(found)) or "none"
         raise TransportNotFound(f"no installed distribution has a benchmark for {backend!r}; there are: {have}")
-    cases: Callable[[Options], Sequence[Case]] = entry.load().cases
-    return cases
+    return entry.load()
 
 
-def _chosen(cases: Sequence[Case], names: list[str] | None) -> list[Case]:
-    known = [case.name for case in cases]
+def _chosen(cases: Sequence[Case], names: Sequence[str] | None) -> list[Case]:
+    _check(names, [case.name for case in cases])
+    return [case for case in cases if not names or case.name in names]
+
+
+def _check(names: Sequence[str] | None, known: Sequence[str]) -> None:
     if unknown := sorted(set(names or ()) - set(known)):
         raise typer.BadParameter(f"no case {', '.join(unknown)}; there are: {', '.join(known)}", param_hint="--case")
-    return [case for case in cases if not names or case.name in names]
 
 
 def _show(report: Report) -> None:

@@ -7,19 +7,19 @@ wrong is kept instead, and the engine core (see engine_core.py) asks every rank 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from weightwire.deadline import Deadline
-from weightwire.errors import MessageError, WeightwireError, describe
+from weightwire.errors import WeightwireError, describe
 from weightwire.worker import Worker
+from weightwire_vllm.options import parse_options
 from weightwire_vllm.plugin import BACKEND
 from weightwire_vllm.sink import VLLMSink, logger
-
-_OPTIONS: Final = frozenset({"staging", "strict", "cast"})
 
 
 class HostedEngine(WeightTransferEngine[Any, Any]):
@@ -36,8 +36,8 @@ class HostedEngine(WeightTransferEngine[Any, Any]):
         MessageError: Unknown or unfit options.
     """
 
-    init_info_cls = dict  # type: ignore[assignment]
-    update_info_cls = dict  # type: ignore[assignment]
+    init_info_cls = dict
+    update_info_cls = dict
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
@@ -110,36 +110,21 @@ class HostedEngine(WeightTransferEngine[Any, Any]):
             call()
         except Exception as error:  # noqa: BLE001  kept, and raised in the engine core
             self._error = describe(error)
-            logger.error("weightwire: worker rank %s: %s: %s", self.worker.parallel_config.rank, type(error).__name__, error)
+            rank = self.worker.parallel_config.rank
+            logger.error("weightwire: worker rank %s: %s: %s", rank, type(error).__name__, error)
 
     # What the engine core and, through vLLM's `collective_rpc`, clients ask
 
     def __call__(self, question: str) -> dict[str, Any]:
-        """Answer as JSON: `"outcome"` of the last call, `"info"`; `"abort"` ends the open update, `"clear"` prepares
-        for a finish that only tells vLLM so.
+        """What this rank says of itself, as JSON, with the error of the last call.
+
+        Args:
+            question: `"outcome"` and `"info"` change nothing; `"abort"` ends the open update first; `"clear"` makes the
+                next finish one that only ends vLLM's own belief in an update.
         """
         if question == "abort":
             self._do(self.worker.abort)
         elif question == "clear":
             self._clearing = True
         info = self.worker.info()
-        return {**info, "error": None if self._error is None else self._error.to_json(), "in_place": self.in_place}
-
-    @property
-    def in_place(self) -> bool:
-        """Whether an update goes straight into the live weights, so that nobody may read meanwhile."""
-        return self._options.get("staging") == "none"
-
-
-def parse_options(vllm_config: Any) -> dict[str, Any]:
-    """The options that the server was started with.
-
-    Raises:
-        MessageError: They are no object, or have unknown keys.
-    """
-    given = getattr(vllm_config, "additional_config", None)
-    options = given.get("weightwire", {}) if isinstance(given, dict) else {}
-    if not isinstance(options, dict) or not _OPTIONS.issuperset(options):
-        known = ", ".join(sorted(_OPTIONS))
-        raise MessageError(f'additional_config["weightwire"] takes an object with {known}, got {options!r}')
-    return options
+        return {**info, "pid": os.getpid(), "error": None if self._error is None else self._error.to_json()}

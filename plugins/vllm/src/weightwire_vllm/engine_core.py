@@ -9,14 +9,17 @@ meanwhile. Weights that are torn keep the scheduler paused and requests refused 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import wraps
 from typing import Any, Final
 
 from vllm.logger import init_logger
+from vllm.v1.core.sched.interface import PauseState
 
 from weightwire.errors import error_from_json
+from weightwire_vllm.options import parse_options
 from weightwire_vllm.plugin import BACKEND, UnsupportedVLLM
 
 _ENGINE: Final = "weight_transfer_engine"
@@ -64,8 +67,8 @@ def _resume_scheduler(plain: Plain) -> Plain:
     @wraps(plain)
     def resume_scheduler(self: Any) -> Any:
         host = _host(self, None)
-        if host is not None and host.torn is not None:
-            raise RuntimeError(f"WeightsTorn: {host.torn}")
+        if host is not None and host.refusing is not None:
+            raise RuntimeError(f"WeightsTorn: {host.refusing}")
         return plain(self)
 
     return resume_scheduler
@@ -75,7 +78,7 @@ def _reject_add(plain: Plain) -> Plain:
     @wraps(plain)
     def reject_add(self: Any, request: Any) -> bool:
         host = _host(self, None)
-        if host is None or host.torn is None:
+        if host is None or host.refusing is None:
             return bool(plain(self, request))
         self._send_error_outputs_to_client([request.request_id], request.client_index)
         return True
@@ -101,17 +104,18 @@ class ServerHost:
         plain: Its own `collective_rpc`.
 
     Attributes:
-        torn: Why the weights are not fit to read; None if they are.
+        refusing: Why the weights are not fit to read, so that requests are refused; None if they are.
     """
 
     def __init__(self, core: Any, plain: Plain) -> None:
         self._core = core
         self._plain = plain
-        self.torn: str | None = None
+        self._in_place = parse_options(core.vllm_config).get("staging") == "none"
+        self.refusing: str | None = None
+        self._resume_after = False
         self._open = False
         self._pause: str | None = None
         self._label: str | None = None
-        self._held = False
         self.calls: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], Any]] = {
             "init_weight_transfer_engine": self._initialise,
             "shutdown_weight_transfer_engine": self._other,
@@ -133,8 +137,11 @@ class ServerHost:
     def _settle(self) -> None:
         """Raise what the first rank has to tell that failed."""
         answers = self._ask("outcome")
-        torn = next((f"rank {answer['rank']}" for answer in answers if answer["weights"] == "torn"), None)
-        self._set_torn(torn)
+        torn = [str(answer["rank"]) for answer in answers if answer["weights"] == "torn"]
+        if torn:
+            self._refuse(f"the weights of worker rank {', '.join(torn)} are torn: push a full update")
+        elif not (self._in_place and self._open):
+            self._admit()
         for answer in answers:
             if answer["error"] is not None:
                 error = error_from_json(answer["error"])
@@ -176,7 +183,6 @@ class ServerHost:
             self._settle()
         except BaseException:
             self._clear()
-            self._release()
             raise
 
     def _update(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -185,8 +191,8 @@ class ServerHost:
         info = kwargs.get("update_info", args[0] if args else {})
         first = info[0] if isinstance(info, list) and info else info
         self._pause, self._label = (first.get("pause"), first.get("label")) if isinstance(first, dict) else (None, None)
-        if not self._core.is_scheduler_paused() and self._ask("info")[0]["in_place"]:
-            self._hold()
+        if self._in_place:
+            self._refuse("an in-place update is writing the weights", keep=True)
         answers = self._run(method, args, kwargs)
         self._settle_or_clear()
         return answers
@@ -224,9 +230,8 @@ class ServerHost:
                 self._core.set_weight_version(self._label)
             return answers
         finally:
-            self._release()
-            if resume and self.torn is None:
-                self._core.resume_scheduler()
+            if resume:
+                self._resume()
 
     def _refuse_unopened(self, method: str) -> None:
         if not self._open:
@@ -238,26 +243,28 @@ class ServerHost:
 
     # Keeping readers out
 
-    def _hold(self) -> None:
-        from vllm.v1.core.sched.interface import PauseState
+    def _refuse(self, why: str, *, keep: bool = False) -> None:
+        """Run no forward pass and take no request; what is running is kept for later, or aborted."""
+        if self.refusing is None:
+            self._resume_after = not self._core.is_scheduler_paused()
+        if why != self.refusing:
+            logger.log(logging.INFO if keep else logging.ERROR, "weightwire: %s; no request is taken until then", why)
+            self.refusing = why
+            if keep:
+                # At once, unlike a pause, which would wait for a step: none is under way while this runs.
+                self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            else:
+                self._core.pause_scheduler(mode="abort", clear_cache=False)
 
-        self._held = True
-        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    def _admit(self) -> None:
+        if self.refusing is not None:
+            self.refusing = None
+            if self._resume_after:
+                self._core.resume_scheduler()
 
-    def _release(self) -> None:
-        if self._held and self.torn is None:
-            self._held = False
+    def _resume(self) -> None:
+        """Resume after our own pause; where requests are refused, once they are not."""
+        if self.refusing is None:
             self._core.resume_scheduler()
-
-    def _set_torn(self, where: str | None) -> None:
-        before, self.torn = self.torn, None
-        if where is None:
-            if before is not None:
-                logger.info("weightwire: the weights are whole again")
-                self._held = True
-                self._release()
-            return
-        self.torn = f"the weights of {where} are torn: push a full update, until then no request is taken"
-        if before is None:
-            logger.error("weightwire: %s", self.torn)
-            self._core.pause_scheduler(mode="abort", clear_cache=False)
+        else:
+            self._resume_after = True

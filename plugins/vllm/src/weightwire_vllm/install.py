@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 
 
 class Installation:
-    """One reload of one model, from the first tensor to `finish` or `abandon`.
+    """One reload of one model, from `open` to `finish` or `abandon`.
 
     Args:
         model: The live model.
@@ -29,8 +29,11 @@ class Installation:
         self._model: nn.Module = model
         self._model_config = model_config
         self._vllm_config = vllm_config
-        with torch.no_grad(), set_current_vllm_config(vllm_config):
-            initialize_layerwise_reload(model)
+
+    def open(self) -> None:
+        """Put every layer aside, to be built anew."""
+        with torch.no_grad(), set_current_vllm_config(self._vllm_config):
+            initialize_layerwise_reload(self._model)
 
     def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Hand tensors to the model's loader, which may keep them until `finish`."""

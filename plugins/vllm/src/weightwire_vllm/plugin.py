@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Final
 
@@ -10,6 +11,9 @@ from weightwire.errors import PluginError
 
 BACKEND: Final = "weightwire"
 """vLLM's name of the backend that takes any transport; `weightwire_<transport>` takes that one alone."""
+
+BENCH: Final = "WEIGHTWIRE_VLLM_BENCH"
+"""Environment variable with which the benchmark has the backend registered that it compares with."""
 
 SUPPORTED: Final = ((0, 32), (0, 33))
 """First and last release line of vLLM that this is written for."""
@@ -33,6 +37,8 @@ def register() -> None:
     for name in (BACKEND, *(f"{BACKEND}_{backend}" for backend in installed())):
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, "weightwire_vllm.engine", "HostedEngine")
+    if os.environ.get(BENCH) and "per_tensor" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("per_tensor", "weightwire_vllm.bench_per_tensor", "PerTensorEngine")
     install()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import Any, Final, Literal, get_args
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Final, get_args
 
 import torch
 from vllm.logger import init_logger
@@ -15,10 +16,8 @@ from weightwire.inventory import check_tensor
 from weightwire.layout import ParamMeta
 from weightwire.sink import CommitReport, UpdateSpec, WeightSink
 from weightwire_vllm.install import Installation
+from weightwire_vllm.options import Staging
 from weightwire_vllm.twin import Twin
-
-VLLMStaging = Literal["host", "device", "none"]
-"""Where an update waits: in host memory, on the model's device, or nowhere: it goes into the live model."""
 
 _CAPABILITIES: Final = {
     "host": frozenset({"load", "targets"}),
@@ -54,15 +53,15 @@ class VLLMSink(WeightSink):
         vllm_config: Any,
         *,
         device: torch.device,
-        staging: VLLMStaging = "host",
+        staging: Staging = "host",
         strict: bool = True,
         cast: bool = False,
     ) -> None:
-        if staging not in get_args(VLLMStaging):
-            raise MessageError(f"staging must be one of {', '.join(get_args(VLLMStaging))}, not {staging!r}")
+        if staging not in get_args(Staging):
+            raise MessageError(f"staging must be one of {', '.join(get_args(Staging))}, not {staging!r}")
         super().__init__(staging="in_place" if staging == "none" else "staged", strict=strict, cast=cast, commit="copy")
         self.device = device
-        self.place: VLLMStaging = "host" if staging == "device" and device.type == "cpu" else staging
+        self.place: Staging = "host" if staging == "device" and device.type == "cpu" else staging
         # A host buffer is no target for what arrives on a device.
         self.capabilities = _CAPABILITIES[self.place]  # type: ignore[misc]
         if self.place == "host" and device.type != "cpu":
@@ -122,16 +121,13 @@ class VLLMSink(WeightSink):
             return
         self._staged, self._layout = {}, ()
         device = torch.device("cpu") if self.place == "host" else self.device
-        slab = staging.Slab()
-        left = staging.slab_bytes(meta.nbytes for meta in metadata)
-        for meta in metadata:
+        slab, sizes = staging.Slab(), [meta.nbytes for meta in metadata]
+        for place, meta in enumerate(metadata):
             if meta.nbytes and device.type == "cpu":
-                storage = slab.cut(meta.nbytes, lambda: left)
+                storage = slab.cut(meta.nbytes, partial(_bytes_from, sizes, place))
             else:
                 storage = staging.allocate(meta.nbytes, device)
-            left -= staging.slab_bytes([meta.nbytes])
-            flat = torch.empty(0, dtype=meta.dtype, device=device).set_(storage)
-            self._staged[meta.name] = flat.view(meta.shape)
+            self._staged[meta.name] = torch.empty(0, dtype=meta.dtype, device=device).set_(storage).view(meta.shape)
             self._allocated += meta.nbytes
         self._layout = metadata
 
@@ -147,13 +143,18 @@ class VLLMSink(WeightSink):
 
     def _stream(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load into the live model; its loader may keep the tensors, so each is one of its own."""
-        if self._installation is None:
-            self._dirty = True
-            self._installation = Installation(*self._configs)
+        self._dirty = True
+        installation = self._open()
         for name, tensor in pairs:
             check_tensor(name, self._announced(name), tensor)
             self._came.add(name)
-            self._installation.load([(name, tensor.clone())])
+            installation.load([(name, tensor.clone())])
+
+    def _open(self) -> Installation:
+        if self._installation is None:
+            self._installation = Installation(*self._configs)
+            self._installation.open()
+        return self._installation
 
     def _announced(self, name: str) -> ParamMeta:
         if name not in self._expected:
@@ -186,8 +187,7 @@ class VLLMSink(WeightSink):
         began, full, count = time.perf_counter(), self._spec.scope == "full", len(self._came)
         in_place = self._installation is not None
         try:
-            installation = self._installation or Installation(*self._configs)
-            self._installation = installation
+            installation = self._open()
             if not in_place:
                 installation.load(self._staged.items())
             installation.finish()
@@ -199,7 +199,7 @@ class VLLMSink(WeightSink):
         self._spec = None
         seconds = time.perf_counter() - began
         counts = {"in_place": count} if in_place else {"copied": count, "copied_because": {"vLLM's reload": count}}
-        return CommitReport(seconds=seconds, allocated_bytes=self._allocated, **counts)  # type: ignore[arg-type]
+        return CommitReport(seconds=seconds, allocated_bytes=self._allocated, **counts)
 
     def abort(self, *, retire: bool = False) -> None:
         """See `WeightSink.abort`."""
@@ -224,3 +224,5 @@ class VLLMSink(WeightSink):
                 parameter.zero_()
 
 
+def _bytes_from(sizes: Sequence[int], place: int) -> int:
+    return staging.slab_bytes(sizes[place:])

@@ -70,11 +70,11 @@ class Twin:
             coverage.check_complete(full=spec.scope == "full")
 
 
-class _Coverage(TorchDispatchMode):
+class _Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the elements of each parameter that are written, and remembers what is being loaded."""
 
     def __init__(self, model: nn.Module, *, cast: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.current: str | None = None
         self._cast = cast
         self._model = model
@@ -105,7 +105,7 @@ class _Coverage(TorchDispatchMode):
     def check_complete(self, *, full: bool) -> None:
         missing: list[str] = []
         for prefix, layer in self._model.named_modules():
-            own = {name: one for name, one in layer.named_parameters(recurse=False)}
+            own = dict(layer.named_parameters(recurse=False))
             touched = any(self._written[_key(one)] for one in own.values())
             if full or touched:
                 missing += [f"{prefix}.{name}".lstrip(".") for name, one in own.items() if not self._covered(one)]
