@@ -7,6 +7,7 @@ bytes cannot be compared.
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
 import time
@@ -25,7 +26,7 @@ from weightwire.testing.measure import Options, Report, Run
 from weightwire.testing.measure_report import machine
 from weightwire_vllm.bench_model import make_checkpoint
 from weightwire_vllm.bench_per_tensor import BACKEND, PerTensorTrainer
-from weightwire_vllm.bench_server import Server
+from weightwire_vllm.bench_server import ProcessMemory, Server
 
 CASES = ("round", "ipc_round")
 """Over nccl, and over ipc."""
@@ -85,7 +86,8 @@ class _Comparison:
         self._case, self._model, self._per_tensor = case, model, per_tensor
         self._servers = {"weightwire": hosted, "per_tensor": naive}
         self._seconds: dict[str, list[float]] = {name: [] for name in self._servers}
-        self._memory: dict[str, dict[str, int]] = {}
+        self._memory: dict[str, dict[str, dict[str, int]]] = {}
+        self._own_memory = ProcessMemory(os.getpid())
         self._extras: dict[str, float] = {}
         self._equal = True
         self._nbytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -127,11 +129,13 @@ class _Comparison:
 
     def _timed(self, name: str, send: Callable[[], Any]) -> None:
         server = self._servers[name]
-        idle = server.forget_peak()
+        processes = {"sender": self._own_memory, "receiver": server.memory}
+        for memory in processes.values():
+            memory.begin()
         began = time.perf_counter()
         report = send()
         self._seconds[name].append(time.perf_counter() - began)
-        self._memory.setdefault(name, {"idle": idle, "peak": server.peak()})
+        self._memory.setdefault(name, {kind: memory.end() for kind, memory in processes.items()})
         if report is not None:
             worker = next(rank for rank in report.ranks if "commit" in rank.seconds)
             self._extras = {f"{phase}_seconds": value for phase, value in worker.seconds.items()}
@@ -143,13 +147,14 @@ class _Comparison:
         seconds, memory = self._seconds[name][warmup:], self._memory[name]
         extras: dict[str, Any] = {}
         if name == "weightwire":
-            extras = {**self._extras, "beyond_staging_bytes": memory["peak"] - memory["idle"] - self._nbytes}
+            taken = memory["receiver"]["peak"] - memory["receiver"]["idle"]
+            extras = {**self._extras, "beyond_staging_bytes": taken - self._nbytes}
         return Run(
             case=self._case,
             name=name,
             nbytes=self._nbytes,
             seconds=seconds,
             bit_equal=self._equal,
-            peak_memory={"receiver 1": memory},
+            peak_memory=memory,
             extras=extras,
         )

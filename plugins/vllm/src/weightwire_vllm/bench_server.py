@@ -30,6 +30,31 @@ _OPTIONS: Final = (
 )
 
 
+class ProcessMemory:
+    """Resident memory of a process, in bytes.
+
+    Args:
+        pid: The process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._process = Path(f"/proc/{pid}")
+        self._idle = 0
+
+    def begin(self) -> None:
+        """Measure the peak from now on."""
+        (self._process / "clear_refs").write_text("5")
+        self._idle = self._read("VmRSS")
+
+    def end(self) -> dict[str, int]:
+        """What it had at `begin`, and the most that it has had since."""
+        return {"idle": self._idle, "peak": self._read("VmHWM")}
+
+    def _read(self, key: str) -> int:
+        lines = (self._process / "status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+
 class Server:
     """`vllm serve` on a free port of the loopback interface, in a process group of its own.
 
@@ -37,7 +62,12 @@ class Server:
         folder: The checkpoint; the log is written into it.
         backend: Its weight transfer backend.
         environment: Added to this process's.
+
+    Attributes:
+        memory: The worker process's, once it is healthy.
     """
+
+    memory: ProcessMemory
 
     def __init__(self, folder: Path, backend: str, *, environment: Mapping[str, str] = {}) -> None:
         with socket.socket() as probe:
@@ -59,7 +89,6 @@ class Server:
             )
         self.url = f"http://127.0.0.1:{port}"
         self.client = HTTPVLLMWeightSyncClient(self.url)
-        self._pid = 0
 
     def wait_until_healthy(self, seconds: float) -> None:
         """Wait for the server to take requests.
@@ -78,7 +107,7 @@ class Server:
                 pass
             time.sleep(0.5)
         answer = self._post("collective_rpc", {"method": "weight_transfer_engine", "args": ["info"]})
-        self._pid = int(answer["results"][0]["pid"])
+        self.memory = ProcessMemory(int(answer["results"][0]["pid"]))
 
     def greedy_tokens(self) -> tuple[int, ...]:
         """Sixteen tokens of the answer to a fixed prompt."""
@@ -96,21 +125,6 @@ class Server:
         answer = httpx.post(f"{self.url}/{path}", json=body, timeout=120.0, trust_env=False)
         answer.raise_for_status()
         return answer.json()
-
-    def forget_peak(self) -> int:
-        """Begin to measure the worker's peak anew; returns what it has now, in bytes."""
-        Path(f"/proc/{self._pid}/clear_refs").write_text("5")
-        return self._memory("VmRSS")
-
-    def peak(self) -> int:
-        """The worker's largest resident memory since `forget_peak`, in bytes."""
-        return self._memory("VmHWM")
-
-    def _memory(self, key: str) -> int:
-        for line in Path(f"/proc/{self._pid}/status").read_text().splitlines():
-            if line.startswith(key):
-                return int(line.split()[1]) << 10
-        raise AssertionError(key)
 
     def stop(self) -> None:
         """End it and all of its processes."""
