@@ -100,7 +100,7 @@ def _measured(backend: str, options: Options, names: Sequence[str] | None, progr
     if not hasattr(module, "run"):
         return run_bench(backend, _chosen(module.cases(options), names), options, progress=progress)
     # A host, whose ends are no ranks that could all do everything.
-    _check(names, module.CASES)
+    _check(names, list(module.CASES))
     report: Report = module.run(options, names, progress)
     return report
 

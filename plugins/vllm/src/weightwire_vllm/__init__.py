@@ -1,4 +1,7 @@
-"""weightwire's host in vLLM: any transport, all or nothing, in a stock server."""
+"""weightwire's host in vLLM: any transport, all or nothing, in a stock server.
+
+The names here need no vLLM; what runs inside of it is in `engine`, `engine_core` and `sink`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from weightwire_vllm.engine import HostedEngine as HostedEngine
     from weightwire_vllm.local import LocalLLMClient as LocalLLMClient
     from weightwire_vllm.plugin import register as register
-    from weightwire_vllm.sink import VLLMSink as VLLMSink
 
-_MODULES: Final = {"HostedEngine": "engine", "LocalLLMClient": "local", "VLLMSink": "sink", "register": "plugin"}
+_MODULES: Final = {"LocalLLMClient": "local", "register": "plugin"}
 
-__all__ = ["HostedEngine", "LocalLLMClient", "VLLMSink", "register"]
+__all__ = ["LocalLLMClient", "register"]
 
 
 def __getattr__(name: str) -> object:

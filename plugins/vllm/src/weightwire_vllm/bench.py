@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from weightwire.clients.http import HTTPVLLMWeightSyncClient
-from weightwire.registry import WeightTransferTrainerFactory
+from weightwire.registry import WeightTransferTrainerFactory, engine_class
 from weightwire.source import ModuleSource
 from weightwire.testing.measure import Options, Report, Run
 from weightwire.testing.measure_report import machine
@@ -28,8 +28,8 @@ from weightwire_vllm.bench_model import make_checkpoint
 from weightwire_vllm.bench_per_tensor import BACKEND, PerTensorTrainer
 from weightwire_vllm.bench_server import ProcessMemory, Server
 
-CASES = ("round", "ipc_round")
-"""Over nccl, and over ipc."""
+CASES: Final = {"round": "nccl", "ipc_round": "ipc"}
+"""The transport of each case."""
 
 
 def run(options: Options, cases: Sequence[str] | None, progress: Callable[[str], None]) -> Report:
@@ -114,11 +114,8 @@ class _Comparison:
         return [self._run_of(name, options.warmup) for name in self._servers]
 
     def _trainer(self, client: HTTPVLLMWeightSyncClient) -> Any:
-        if self._case == "round":
-            from weightwire_nccl import NCCLTrainerInitInfo as InitInfo
-        else:
-            from weightwire_ipc import IPCTrainerInitInfo as InitInfo  # type: ignore[assignment]
-        return WeightTransferTrainerFactory.trainer_init(InitInfo(), client=client, source=ModuleSource(self._model))
+        info = engine_class("trainer", CASES[self._case]).init_info_cls()
+        return WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(self._model))
 
     def _change(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
