@@ -1,8 +1,9 @@
-"""For every distribution's tests: hypothesis profiles, and what is skipped: `cuda` without a device, `thorough`."""
+"""For every distribution's tests: hypothesis profiles, and what is skipped: `cuda`, `vllm` where absent, `thorough`."""
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +26,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("thorough"):
                 item.add_marker(pytest.mark.skip(reason="takes long: ./dev test --thorough"))
+    if find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(pytest.mark.skip(reason="needs vLLM: ./dev test --vllm"))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return

@@ -92,6 +92,7 @@ def test_fastapi(tmp_path: Path) -> None:
         assert client.get("/weight_info").json()["state"] == "uninitialised"
 
 
+@pytest.mark.thorough
 def test_several_ranks(tmp_path: Path) -> None:
     file = written("ranks.py", tmp_path, **{"port=8000": "port=0"})
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

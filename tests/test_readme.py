@@ -43,7 +43,10 @@ def serving(script: Path) -> Iterator[str]:
             process.terminate()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.stem, marks=() if page.stem == "README" else pytest.mark.thorough) for page in PAGES],
+)
 def test_worker_and_trainer(page: Path, tmp_path: Path) -> None:
     found = snippets(page)
     worker = tmp_path / "worker.py"

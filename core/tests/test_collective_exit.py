@@ -19,6 +19,7 @@ def connect_twice(state: State, first: str, second: str) -> None:
     state["communicator"], state["forgotten"] = retired, state["communicator"]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)  # a process of its own imports torch
 def test_a_process_ends_by_itself_with_its_own_code(ranks: BorrowRanks, tmp_path: Path) -> None:
     (peer,) = ranks(1)

@@ -109,6 +109,7 @@ def test_a_receiver_killed_before_it_receives(ranks: BorrowRanks, tmp_path: Path
         assert received.result()
 
 
+@pytest.mark.thorough
 def test_a_stopped_receiver_is_named_and_a_new_group_works_at_once(ranks: BorrowRanks, tmp_path: Path) -> None:
     lent = sender, stopped, other = ranks(3)
     before = [rank.call(resources) for rank in lent]

@@ -29,6 +29,7 @@ def test_sharded_models_on_two_ranks(ranks: BorrowRanks, tmp_path: Path, options
     on_ranks(ranks, 2, tmp_path, sink_ranks.all_on_two, options)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_two_mesh_axes_on_four_ranks(ranks: BorrowRanks, tmp_path: Path) -> None:
     on_ranks(ranks, 4, tmp_path, sink_ranks.all_on_four)

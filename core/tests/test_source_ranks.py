@@ -107,7 +107,14 @@ def pairs_of(source: WeightSource, local_rank: int | None) -> Any:
 @pytest.mark.parametrize("kind", ["module", "state dict"])
 @pytest.mark.parametrize(
     ("shard", "world"),
-    [(flat, 2), (flat, 4), (by_layers, 4), (hybrid, 4), (two_ways, 4), (columns, 4)],
+    [
+        pytest.param(flat, 2, marks=pytest.mark.thorough),
+        (flat, 4),
+        (by_layers, 4),
+        (hybrid, 4),
+        (two_ways, 4),
+        (columns, 4),
+    ],
 )
 def test_every_rank_yields_what_it_declares(
     strict_ranks: BorrowRanks, tmp_path: Path, shard: Callable[[Tied, int], None], world: int, kind: str

@@ -59,7 +59,11 @@ def send(state: State, label: str = "new") -> TransferReport:
     return report
 
 
-POINTS = ["communicator.connected", "communicator.first_piece", "worker.voted"]
+POINTS = [
+    pytest.param("communicator.connected", marks=pytest.mark.thorough),
+    "communicator.first_piece",
+    pytest.param("worker.voted", marks=pytest.mark.thorough),
+]
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -144,6 +148,7 @@ def test_a_trainer_goes_on_without_it_and_takes_it_in_again(ranks: BorrowRanks) 
     assert fleet.committed(0, 1, 2)
 
 
+@pytest.mark.thorough
 def test_one_is_stopped(ranks: BorrowRanks) -> None:
     fleet = Fleet(ranks)
     fleet.sender.call(trainer, fleet.urls, "best_effort", 7.0)

@@ -170,7 +170,9 @@ def test_a_rank_killed_while_nothing_happens(server: Server) -> None:
         check_a_push(server, engine, "after")
 
 
-@pytest.mark.parametrize(("point", "torn"), [("worker.vote", False), ("worker.voted", True)])
+@pytest.mark.parametrize(
+    ("point", "torn"), [pytest.param("worker.vote", False, marks=pytest.mark.thorough), ("worker.voted", True)]
+)
 def test_a_rank_killed_during_an_update(server: Server, point: str, torn: bool) -> None:
     with trainer(server, 3.0) as engine:
         check_a_push(server, engine, "before")

@@ -22,7 +22,16 @@ sys.exit(7)
 """
 
 
-@pytest.mark.parametrize("end", ["", "trainer.shutdown()", "trainer.shutdown(); worker.shutdown()"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        *(
+            pytest.param(end, marks=pytest.mark.thorough)
+            for end in ("trainer.shutdown()", "trainer.shutdown(); worker.shutdown()")
+        ),
+    ],
+)
 def test_the_exit_status_is_the_process_own(end: str) -> None:
     script = SCRIPT.format(end=end)
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=40, check=False)

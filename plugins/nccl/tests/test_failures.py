@@ -90,7 +90,12 @@ def settled(condition: Callable[[], bool], seconds: float = 2.0) -> None:
         time.sleep(0.01)
 
 
-POINTS = ["worker.begin", "communicator.first_piece", "worker.received", "worker.vote"]
+POINTS = [
+    pytest.param("worker.begin", marks=pytest.mark.thorough),
+    "communicator.first_piece",
+    pytest.param("worker.received", marks=pytest.mark.thorough),
+    "worker.vote",
+]
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -108,7 +113,7 @@ def test_a_worker_killed_at_any_point_before_the_vote(ranks: BorrowRanks, point:
     scene.send_without(lost)
 
 
-@pytest.mark.parametrize("point", ["communicator.first_piece", "worker.vote"])
+@pytest.mark.parametrize("point", ["communicator.first_piece", pytest.param("worker.vote", marks=pytest.mark.thorough)])
 def test_a_worker_stopped(ranks: BorrowRanks, point: str) -> None:
     scene = Scene(ranks)
     healthy, stopped = scene.workers
@@ -125,7 +130,14 @@ def test_a_worker_stopped(ranks: BorrowRanks, point: str) -> None:
     stopped.kill()
 
 
-@pytest.mark.parametrize("point", ["trainer.begin", "communicator.first_piece", "trainer.sent"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param("trainer.begin", marks=pytest.mark.thorough),
+        "communicator.first_piece",
+        pytest.param("trainer.sent", marks=pytest.mark.thorough),
+    ],
+)
 def test_the_trainer_killed(ranks: BorrowRanks, point: str) -> None:
     scene = Scene(ranks)
     scene.trainer.at(point, "kill")
@@ -223,6 +235,7 @@ def test_a_second_trainer_rank_killed(ranks: BorrowRanks) -> None:
     assert worker.call(model_checksums) == old
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_in_the_middle_of_a_gibibyte(ranks: BorrowRanks, action: Any) -> None:
     scene = Scene(ranks, count=64, nbytes=16 << 20)

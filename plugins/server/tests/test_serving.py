@@ -113,6 +113,7 @@ def test_other_machines_need_a_token(host: str) -> None:
         serve(Worker(small_model()), host=host)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_a_process_that_serves_in_order() -> None:
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
     try:
