@@ -26,6 +26,8 @@ from weightwire.errors import (
     HandshakeError,
     MetadataError,
     NotInitialised,
+    OrderError,
+    TransferAborted,
     TransferError,
     Unsupported,
     WeightwireError,
@@ -348,15 +350,15 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         if opened:
             self._reopen(deadline)
         with self._paused(pause, deadline):
-            try:
-                return self._send(weight_version, deadline, pause=pause, reinitialised=opened)
-            except _LinkWasLost as lost:
-                if opened:
-                    raise lost.error from lost.error.__cause__
-            # The first link's failure has cancelled the first deadline; what was left of the time is left.
-            again = Deadline(deadline.remaining(), what="send_weights")
-            self._reopen(again)
-            return self._send(weight_version, again, pause=pause, reinitialised=True)
+            while True:
+                try:
+                    return self._send(weight_version, deadline, pause=pause, reinitialised=opened)
+                except _LinkWasLost as lost:
+                    if opened:
+                        raise lost.error from lost.error.__cause__
+                # The first link's failure has cancelled the first deadline; what was left of the time is left.
+                deadline, opened = Deadline(deadline.remaining(), what="send_weights"), True
+                self._reopen(deadline)
 
     @contextmanager
     def _paused(self, mode: PauseMode | None, deadline: Deadline) -> Iterator[None]:
@@ -393,7 +395,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         except BaseException as raised:
             current.conclude()
             error = self.rendezvous.explain(raised)
-            lost = not current.begun and (not self.linked or isinstance(error, NotInitialised))
+            lost = not current.begun and self._was_lost(error)
             if not current.refused:
                 self._take_down(error)
                 current.linger()
@@ -408,6 +410,12 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self.acknowledged = Revision.from_json(report.revision)
         self.next_revision = Revision(self.next_revision.lineage, self.next_revision.number + 1)
         return report
+
+    def _was_lost(self, error: BaseException) -> bool:
+        """Whether a round that has not begun failed because the link was lost; not because somebody refused it."""
+        if isinstance(error, OrderError | TransferAborted):
+            return isinstance(error, NotInitialised)
+        return not self.linked
 
 
 class _LinkWasLost(Exception):

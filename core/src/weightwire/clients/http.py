@@ -47,6 +47,7 @@ class HTTPVLLMWeightSyncClient:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limits = httpx.Limits(max_keepalive_connections=8, keepalive_expiry=_KEEP_ALIVE_SECONDS)
         # trust_env off: a proxy of the environment must not see the secrets of init_info.
+        self._failed = False
         self._http = httpx.Client(base_url=self.base_url, headers=headers, limits=limits, trust_env=False)
 
     def close(self) -> None:
@@ -146,11 +147,14 @@ class HTTPVLLMWeightSyncClient:
         return self._call("POST", path, json=body, params=params, headers=headers, timeout=seconds, repeats=repeats)
 
     def _call(self, method: str, path: str, *, timeout: float, repeats: int = 0, **request: Any) -> dict[str, Any]:
+        # vLLM closes a connection after an unexpected error, and may do so when the next call is on its way.
+        repeats = max(repeats, int(self._failed))
         while True:
             try:
                 # The server reads its own, shorter deadline, so that its words arrive before ours run out.
                 limit = httpx.Timeout(timeout + _GRACE_SECONDS, connect=min(timeout, 10.0))
                 response = self._http.request(method, f"/{path}", timeout=limit, **request)
+                self._failed = response.is_server_error
                 return self._answer(path, response)
             except httpx.TimeoutException as error:
                 raise DeadlineExceeded(
