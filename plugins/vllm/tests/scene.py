@@ -127,7 +127,9 @@ class Server:
                 start_new_session=True,
             )
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
+        # A connection for each call: vLLM closes one after an unexpected error.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=self.url, timeout=60.0, limits=limits, trust_env=False)
         self.client = HTTPVLLMWeightSyncClient(self.url, timeout=60.0)
 
     def healthy(self) -> bool:
