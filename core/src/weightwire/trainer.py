@@ -253,7 +253,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         }
         outcome = self.rendezvous.exchange("hello", deadline=deadline, agree=agree, gather=self.is_sender)
         outcome.raise_failed()
-        workers = [payload for _, payload in outcome.payloads.items() if isinstance(payload, dict)]
+        workers = [payload for payload in outcome.payloads.values() if isinstance(payload, dict)]
         self.hosts_pause = bool(workers) and all(payload.get("pauses_at_commit") for payload in workers)
 
     def _agree(self, phase: str, deadline: Deadline, agree: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Final, get_args
+from typing import Any, get_args
 
 import torch
 from vllm.logger import init_logger
@@ -14,16 +14,11 @@ from weightwire import staging
 from weightwire.errors import MessageError, UpdateRefused
 from weightwire.inventory import check_tensor
 from weightwire.layout import ParamMeta
+from weightwire.module_update import check_complete
 from weightwire.sink import CommitReport, UpdateSpec, WeightSink
 from weightwire_vllm.install import Installation
 from weightwire_vllm.options import Staging
 from weightwire_vllm.twin import Twin
-
-_CAPABILITIES: Final = {
-    "host": frozenset({"load", "targets"}),
-    "device": frozenset({"load", "targets"}),
-    "none": frozenset({"load"}),
-}
 
 logger = init_logger("vllm.weightwire")
 
@@ -63,9 +58,8 @@ class VLLMSink(WeightSink):
         self.device = device
         self.place: Staging = "host" if staging == "device" and device.type == "cpu" else staging
         # A host buffer is no target for what arrives on a device.
-        self.capabilities = _CAPABILITIES[self.place]  # type: ignore[misc]
-        if self.place == "host" and device.type != "cpu":
-            self.capabilities = frozenset({"load"})  # type: ignore[misc]
+        if self.place == "device" or (self.place == "host" and device.type == "cpu"):
+            self.capabilities = frozenset({"load", "targets"})  # type: ignore[misc]
         self._configs = (model, model_config, vllm_config)
         self._twin: Twin | None = None
         self.unchecked: str | None = None
@@ -176,10 +170,7 @@ class VLLMSink(WeightSink):
     def prepare(self) -> None:
         """See `WeightSink.prepare`."""
         assert self._spec is not None, "begin comes first"
-        missing = [name for name in self._expected if name not in self._came]
-        if missing:
-            words = f"{len(missing)} of {len(self._expected)} parameters never came, the first is {missing[0]!r}"
-            raise UpdateRefused(words, parameter=missing[0])
+        check_complete(self._expected, self._came)
 
     def commit(self) -> CommitReport:
         """See `WeightSink.commit`. An error leaves some layers new and some old, and `torn` set."""
