@@ -171,6 +171,7 @@ class LinkInfo(Message):
         takeover: Take the worker from another trainer that is still alive.
         checksum: Compare a CRC-32 of what was sent and what arrived before the vote.
         options: Settings of the transport that the worker has to share.
+        timeout: Seconds that an update may take, for a host that passes no deadlines on; None leaves it to the host.
     """
 
     api: list[int]
@@ -189,6 +190,7 @@ class LinkInfo(Message):
     takeover: bool = False
     checksum: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -236,6 +238,7 @@ class WeightTransferUpdateInfo(Message):
         trainer: Id of the trainer that sends it.
         label: What the weights will be called once it commits, for a host that is not told at finish.
         pause: How the host keeps readers out while it commits, where it said in hello that it does so by itself.
+        timeout: Seconds that the rest of the update may take, for a host that passes no deadlines on.
     """
 
     round: int | None = None
@@ -246,6 +249,7 @@ class WeightTransferUpdateInfo(Message):
     metadata: list[dict[str, Any]] | None = None
     label: str | None = None
     pause: typing.Literal["keep", "wait", "abort"] | None = None
+    timeout: float | None = None
 
 
 WeightTransferUpdatePayload = dict[str, Any] | list[dict[str, Any]]
@@ -283,6 +287,7 @@ class TrainerInitInfo(Message):
         peer_timeout: Silence after which a rank counts as stopped, in seconds.
         takeover: Take the workers from another trainer that is still alive.
         checksum: Compare a CRC-32 of what was sent and what arrived before the vote.
+        draft: Update the workers' speculative draft model, whose parameters the source then has, instead of the model.
         listen_socket: Rank 0 only: a socket bound by the caller, instead of address and port.
 
     Raises:
@@ -301,6 +306,7 @@ class TrainerInitInfo(Message):
     peer_timeout: float = field(default=10.0, kw_only=True)
     takeover: bool = field(default=False, kw_only=True)
     checksum: bool = field(default=False, kw_only=True)
+    draft: bool = field(default=False, kw_only=True)
     listen_socket: Any = field(default=None, kw_only=True, repr=False, compare=False)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -278,6 +278,8 @@ class UpdateSession:
         finally:
             with self._condition:
                 self._remember(update_id, key, error)
+                if self._lease is not None and deadline.remaining() > self._lease.remaining():
+                    self._lease = deadline  # its trainer gave this message more time
                 if call == "finish" or error is not None:
                     self._end(error)
             self._release()

@@ -241,6 +241,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
             "takeover": self.init_info.takeover,
             "checksum": self.init_info.checksum,
             "options": self.link_options(),
+            "timeout": self.init_info.timeout,
         }
 
     def _hello(self, deadline: Deadline) -> None:

@@ -120,8 +120,9 @@ class TrainerRound:
             "scope": self._scope,
             "label": self._label,
             "pause": self._pause,
+            "timeout": self._deadline.remaining(),
         }
-        engine.control.start(self._deadline)
+        engine.control.start(self._deadline, draft=engine.init_info.draft)
         engine.control.update(update, self._deadline)
 
     def _beside(self, call: Callable[[], None], what: str) -> None:

@@ -160,7 +160,8 @@ def test_after_a_failure_the_server_is_initialised_again(step: str) -> None:
     assert sender.exporter.log[-1] == "release"
     client.fail, client.calls = None, []
     assert sender.send_weights().reinitialised
-    assert client.calls == ["init", "start", "update", "finish"]
+    # vLLM refuses to start where it has started, so what it may have open is ended first.
+    assert client.calls == ["finish", "init", "start", "update", "finish"]
     assert not sender.send_weights().reinitialised
 
 

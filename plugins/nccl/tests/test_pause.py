@@ -143,3 +143,17 @@ def test_a_draft_model_may_come_later(trained: nn.Module) -> None:
         worker.take_draft_model(nn.Linear(3, 4))
     client.abort_weight_update()
     engine.shutdown()
+
+
+def test_a_trainer_of_the_draft_model(trained: nn.Module) -> None:
+    served, draft = nn.Linear(3, 4), nn.Linear(3, 4)
+    before = [one.clone() for one in served.parameters()]
+    worker = Worker(served, draft_model=draft)
+    engine = WeightTransferTrainerFactory.trainer_init(
+        NCCLTrainerInitInfo(timeout=30, draft=True), client=LocalClient(worker), source=ModuleSource(trained)
+    )
+    engine.send_weights(weight_version="draft-1")
+    engine.shutdown()
+    assert all(map(torch.equal, draft.parameters(), trained.parameters()))
+    assert all(map(torch.equal, served.parameters(), before))
+    assert worker.weight_version != "draft-1"

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 from torch import nn
 
-from plugins.vllm.tests.scene import Server, TinyModel, tiny_model, trainer_for
+from plugins.vllm.tests.scene import START_SECONDS, Server, TinyModel, tiny_model, trainer_for
 from weightwire.errors import WeightwireError
 from weightwire.source import WeightSource
 from weightwire.testing.fixtures import pool, ranks
@@ -77,6 +77,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     old, new = (tiny_model(tmp_path_factory.mktemp("model"), seed) for seed in (1, 2))
     assert old.greedy() != new.greedy()
     return Models(old, new)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give servers the time to start, and run the tests of one server together."""
+    here = Path(__file__).parent
+    mine = [item for item in items if item.path.is_relative_to(here)]
+    for item in mine:
+        item.add_marker(pytest.mark.timeout(START_SECONDS + 60))
+    if len(mine) == len(items):
+        items.sort(key=lambda item: "server" not in getattr(item, "fixturenames", ()))
 
 
 Connect = Callable[..., Any]

@@ -26,7 +26,7 @@ from weightwire.source import ModuleSource, WeightSource
 TOKENS: Final = 16
 PROMPT: Final = (5, 6, 7, 8)
 START_SECONDS: Final = 150.0
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -123,7 +123,7 @@ class Server:
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
                 start_new_session=True,
             )
         self.url = f"http://127.0.0.1:{port}"
@@ -180,6 +180,10 @@ class Server:
         answer.raise_for_status()
         results: list[dict[str, Any]] = answer.json()["results"]
         return results
+
+    def metrics(self) -> str:
+        """Its counters, in Prometheus' format."""
+        return self.http.get("/metrics").text
 
     def label(self) -> str:
         """The `weight_version` that it tells."""

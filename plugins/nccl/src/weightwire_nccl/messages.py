@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from weightwire.errors import MessageError
 from weightwire.messages import TrainerInitInfo, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 UNIQUE_ID_BYTES = 128
 PIECE_BYTES = 16 << 20
+STOCK_BUFFER_BYTES = 1 << 30
 
 
 def _check_buffers(size: int, count: int) -> None:
@@ -103,10 +104,12 @@ class NCCLTrainerInitInfo(TrainerInitInfo):
         world_size: Senders plus workers; None asks the client.
         packed: Let small parameters travel together.
         packed_buffer_size_bytes: Size of one ring buffer; also the size of the pieces that large parameters are cut
-            into.
-        packed_num_buffers: Number of ring buffers; also how many pieces are in flight to one worker.
+            into. None: 16 MiB; on vLLM's wire, where it is what a pack is cut at, 1 GiB.
+        packed_num_buffers: Number of ring buffers; also how many pieces are in flight to one worker. None: 8, on
+            vLLM's wire 2.
         collective: Send with one broadcast to all workers instead of point to point.
         stall_limit: Seconds without any progress after which a peer counts as stopped.
+        wire: `"vllm"` drives a stock vLLM server, see `docs/reference/nccl.md`.
     """
 
     backend: ClassVar[str] = "nccl"
@@ -115,13 +118,28 @@ class NCCLTrainerInitInfo(TrainerInitInfo):
     master_port: int = 0
     world_size: int | None = None
     packed: bool = True
-    packed_buffer_size_bytes: int = PIECE_BYTES
-    packed_num_buffers: int = 8
+    packed_buffer_size_bytes: int | None = None
+    packed_num_buffers: int | None = None
     collective: bool = field(default=False, kw_only=True)
     stall_limit: float = field(default=5.0, kw_only=True)
+    wire: Literal["weightwire", "vllm"] = field(default="weightwire", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_buffers(self.packed_buffer_size_bytes, self.packed_num_buffers)
+        _check_buffers(self.buffer_bytes, self.buffers)
         if self.stall_limit <= 0:
             raise MessageError(f"stall_limit must be positive, got {self.stall_limit}")
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of one buffer: as given, else the wire's own."""
+        if self.packed_buffer_size_bytes is not None:
+            return self.packed_buffer_size_bytes
+        return STOCK_BUFFER_BYTES if self.wire == "vllm" else PIECE_BYTES
+
+    @property
+    def buffers(self) -> int:
+        """Number of buffers: as given, else the wire's own."""
+        if self.packed_num_buffers is not None:
+            return self.packed_num_buffers
+        return 2 if self.wire == "vllm" else 8

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 
 from weightwire.checksums import Checksums
+from weightwire.clients.protocol import VLLMWeightSyncClient
 from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
 from weightwire.packing import BufferRing, Chunk, fill_chunk, plan_chunks, plan_digest
 from weightwire.report import ProgressEvent
-from weightwire.source import as_bytes
+from weightwire.source import WeightSource, as_bytes
 from weightwire.trainer import TrainerWeightTransferEngine
 from weightwire_nccl.messages import NCCLTrainerInitInfo
+from weightwire_nccl.stock import StockNCCLTrainer
 
 
 class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerInitInfo]):
@@ -34,6 +36,19 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
     _chunks: list[Chunk] | None = None
     _share: _Share | None = None
 
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: NCCLTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> Self:
+        """See `TrainerWeightTransferEngine.trainer_init`; with `wire="vllm"` an engine that speaks vLLM's."""
+        if init_info.wire == "vllm":
+            return cast(Self, StockNCCLTrainer.trainer_init(init_info, client=client, source=source))
+        return super().trainer_init(init_info, client=client, source=source)
+
     def worker_init_info(self) -> dict[str, Any]:
         """The reference's fields."""
         assert self.rendezvous is not None
@@ -44,8 +59,8 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
             "rank_offset": self.fleet.rank_offset,
             "world_size": self.fleet.world_size,
             "packed": info.packed,
-            "packed_buffer_size_bytes": info.packed_buffer_size_bytes,
-            "packed_num_buffers": info.packed_num_buffers,
+            "packed_buffer_size_bytes": info.buffer_bytes,
+            "packed_num_buffers": info.buffers,
         }
 
     def link_options(self) -> dict[str, Any]:
@@ -55,7 +70,7 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
     def _plan(self) -> list[Chunk]:
         if self._chunks is None:
             info = self.init_info
-            self._chunks = plan_chunks(self.metadata, buffer_bytes=info.packed_buffer_size_bytes, packed=info.packed)
+            self._chunks = plan_chunks(self.metadata, buffer_bytes=info.buffer_bytes, packed=info.packed)
         return self._chunks
 
     def _own_share(self) -> _Share:
@@ -93,12 +108,12 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
             deadline=deadline,
             hostname=self.rendezvous.local_address,
             stall_limit=info.stall_limit,
-            piece_bytes=info.packed_buffer_size_bytes,
-            window=info.packed_num_buffers,
+            piece_bytes=info.buffer_bytes,
+            window=info.buffers,
             collective=info.collective,
             senders=range(len(self.fleet.senders)),
         )
-        self._ring = BufferRing(info.packed_num_buffers, info.packed_buffer_size_bytes, device=self._device())
+        self._ring = BufferRing(info.buffers, info.buffer_bytes, device=self._device())
 
     def transmit(self, number: int, deadline: Deadline) -> int:
         """Send what this rank owns first; iterate the rest so that gathers line up."""

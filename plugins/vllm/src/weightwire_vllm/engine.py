@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from weightwire.deadline import Deadline
+from weightwire.deadline import DEFAULT_SECONDS, Deadline
 from weightwire.errors import WeightwireError, describe
 from weightwire.worker import Worker
 from weightwire_vllm.options import parse_options
@@ -51,6 +51,8 @@ class HostedEngine(WeightTransferEngine[Any, Any]):
         self._error: WeightwireError | None = None
         self._label: str | None = None
         self._clearing = False
+        # vLLM passes no deadline on.
+        self._seconds = DEFAULT_SECONDS
 
     def _sink(self, model: Any, model_config: Any) -> VLLMSink:
         if id(model) not in self._sinks:
@@ -70,7 +72,9 @@ class HostedEngine(WeightTransferEngine[Any, Any]):
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connect to the trainer that sent `init_info`."""
-        self._do(lambda: self.worker.init(init_info, deadline=Deadline(what="init_weight_transfer_engine")))
+        link = init_info.get("weightwire") if isinstance(init_info, dict) else None
+        self._take_timeout(link)
+        self._do(lambda: self.worker.init(init_info, deadline=self._deadline("init_weight_transfer_engine")))
 
     def start_weight_update(self) -> None:
         """Open an update of the model, or of the draft model that vLLM has set as the target."""
@@ -79,7 +83,7 @@ class HostedEngine(WeightTransferEngine[Any, Any]):
         def start() -> None:
             if draft:
                 self.worker.take_draft_model(self._sink(self.model, self.model_config))
-            self.worker.start(draft=draft, deadline=Deadline(what="the update"))
+            self.worker.start(draft=draft, deadline=self._deadline("the update"))
 
         self._do(start)
 
@@ -87,7 +91,8 @@ class HostedEngine(WeightTransferEngine[Any, Any]):
         """Receive one message of the open update."""
         label = update_info.get("label") if isinstance(update_info, dict) else None
         self._label = label if isinstance(label, str) else None
-        self._do(lambda: self.worker.update(update_info, deadline=Deadline(what="update_weights")))
+        self._take_timeout(update_info)
+        self._do(lambda: self.worker.update(update_info, deadline=self._deadline("update_weights")))
 
     def receive_weights(self, update_info: Any) -> None:
         """Receive one message of the open update."""
@@ -98,11 +103,19 @@ class HostedEngine(WeightTransferEngine[Any, Any]):
         if self._clearing:  # vLLM alone still believes in an update
             self._clearing = False
             return
-        self._do(lambda: self.worker.finish(self._label, deadline=Deadline(what="finish_weight_update")))
+        self._do(lambda: self.worker.finish(self._label, deadline=self._deadline("finish_weight_update")))
 
     def shutdown(self) -> None:
         """Leave the trainer."""
         self._do(self.worker.shutdown)
+
+    def _take_timeout(self, message: object) -> None:
+        """Give the calls from here on the time that their trainer gives them; the worker checks the message itself."""
+        seconds = message.get("timeout") if isinstance(message, dict) else None
+        self._seconds = float(seconds) if isinstance(seconds, int | float) else self._seconds
+
+    def _deadline(self, what: str) -> Deadline:
+        return Deadline(self._seconds, what=what)
 
     def _do(self, call: Callable[[], object]) -> None:
         self._error = None

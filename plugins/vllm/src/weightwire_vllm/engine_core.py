@@ -37,8 +37,13 @@ def install() -> None:
         UnsupportedVLLM: It lacks one of them.
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.engine.llm_engine import LLMEngine
 
-    needed = {EngineCore: ("collective_rpc",), EngineCoreProc: ("resume_scheduler", "_reject_add_in_shutdown")}
+    needed = {
+        EngineCore: ("collective_rpc", "resume_scheduler"),
+        EngineCoreProc: ("_reject_add_in_shutdown",),
+        LLMEngine: ("add_request",),
+    }
     for owner, names in needed.items():
         for name in names:
             if not callable(getattr(owner, name, None)):
@@ -47,6 +52,7 @@ def install() -> None:
         return
     EngineCore.collective_rpc = _collective_rpc(EngineCore.collective_rpc)
     EngineCore.resume_scheduler = _resume_scheduler(EngineCore.resume_scheduler)
+    LLMEngine.add_request = _add_request(LLMEngine.add_request)
     EngineCoreProc._reject_add_in_shutdown = _reject_add(EngineCoreProc._reject_add_in_shutdown)
 
 
@@ -72,6 +78,19 @@ def _resume_scheduler(plain: Plain) -> Plain:
         return plain(self)
 
     return resume_scheduler
+
+
+def _add_request(plain: Plain) -> Plain:
+    """For an engine core in its caller's process: the request is refused before anybody waits for its end."""
+
+    @wraps(plain)
+    def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        host = _host(getattr(self.engine_core, "engine_core", None), None)
+        if host is not None and host.refusing is not None:
+            raise RuntimeError(f"WeightsTorn: {host.refusing}")
+        return plain(self, *args, **kwargs)
+
+    return add_request
 
 
 def _reject_add(plain: Plain) -> Plain:
@@ -110,6 +129,8 @@ class ServerHost:
     def __init__(self, core: Any, plain: Plain) -> None:
         self._core = core
         self._plain = plain
+        # An engine core in its caller's process has no loop of its own.
+        self._steps_by_hand = not hasattr(core, "run_busy_loop")
         self._in_place = parse_options(core.vllm_config).get("staging") == "none"
         self.refusing: str | None = None
         self._resume_after = False
@@ -128,7 +149,15 @@ class ServerHost:
     # Running a call on every rank
 
     def _run(self, method: str, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
-        answers: list[Any] = self._plain(self._core, method, None, args, kwargs)
+        executor = self._core.model_executor
+        try:
+            answers: list[Any] = self._plain(self._core, method, None, args, kwargs)
+        except Exception as error:
+            if not getattr(executor, "is_failed", False):
+                raise
+            # vLLM is about to end; what its executor raises meanwhile does not say why.
+            words = f"PeerLost: a worker process of this server died ({method}): see its log, and start it again"
+            raise RuntimeError(words) from error
         return answers
 
     def _ask(self, question: str) -> list[dict[str, Any]]:
@@ -178,6 +207,9 @@ class ServerHost:
             if any(answer["update"] != "none" for answer in self._ask("info")):
                 raise RuntimeError(f"OrderError: {method} while an update is open: finish it first")
             self._clear()
+        if "draft" in method and not all(self._run("supports_draft_weight_updates")):
+            # Asked first: a worker without one raises, and vLLM takes the other ranks' answers for the next call's.
+            raise RuntimeError(f"OrderError: {method}: this server has no draft model (--speculative-config)")
         answers = self._run(method, args, kwargs)
         self._open = True
         self._settle_or_clear()
@@ -199,6 +231,8 @@ class ServerHost:
             raise RuntimeError(f"MessageError: update_info lists {len(info)} elements for {workers} workers")
         first = info[0] if isinstance(info, list) else info
         self._pause, self._label = (first.get("pause"), first.get("label")) if isinstance(first, dict) else (None, None)
+        if self._pause == "wait" and self._steps_by_hand and self._core.scheduler.has_unfinished_requests():
+            raise RuntimeError("Unsupported: pause='wait' would wait for requests that only this process can carry on")
         if self._in_place:
             self._refuse("an in-place update is writing the weights", keep=True)
         answers = self._run(method, args, kwargs)
@@ -209,7 +243,7 @@ class ServerHost:
         self._refuse_asleep(method)
         self._refuse_unopened(method)
         mode, self._pause = self._pause, None
-        if mode in (None, "keep") or self._core.is_scheduler_paused():
+        if mode in (None, "keep") or (mode == "wait" and self._steps_by_hand) or self._core.is_scheduler_paused():
             return self._commit(resume=False)
         # The core's loop goes on until nothing is running; what follows then is one step of it.
         paused = self._core.pause_scheduler(mode=mode, clear_cache=False)

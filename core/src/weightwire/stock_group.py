@@ -1,4 +1,4 @@
-"""How the ranks of a stock trainer share what they export: over the default process group, as vLLM's do, no pickle."""
+"""How the ranks of a stock trainer hear of each other: over the default process group, as vLLM's do, no pickle."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ class StockGroup:
     Args:
         count: How many trainer ranks there are.
         rank: This one.
+        transport: Backend name, for errors.
 
     Raises:
         MessageError: Several, and they are not the default process group.
     """
 
-    def __init__(self, count: int, rank: int) -> None:
+    def __init__(self, count: int, rank: int, *, transport: str) -> None:
         self.count = count
         self.rank = rank
+        self._transport = transport
         if count == 1:
             return
         members = distributed.get_world_size() if distributed.is_initialized() else 0
@@ -63,14 +65,19 @@ class StockGroup:
             if error is not None:
                 raise error
             return [record]
-        told = None if error is None else describe(error, transport="ipc", rank=f"trainer rank {self.rank}").to_json()
-        answers = [json.loads(answer) for answer in self._gather(json.dumps([record, told]).encode(), deadline)]
-        if error is not None:
-            raise error
+        told = None if error is None else self._told(error)
+        try:
+            answers = [json.loads(answer) for answer in self._gather(json.dumps([record, told]).encode(), deadline)]
+        finally:
+            if error is not None:
+                raise error
         for _, failure in answers:
             if failure is not None:
                 raise error_from_json(failure)
         return [answer for answer, _ in answers]
+
+    def _told(self, error: BaseException) -> Record:
+        return describe(error, transport=self._transport, rank=f"trainer rank {self.rank}").to_json()
 
     def _gather(self, data: bytes, deadline: Deadline) -> list[bytes]:
         """The bytes of every rank, by rank."""
@@ -91,5 +98,7 @@ class StockGroup:
             work.wait(timedelta(seconds=deadline.remaining()))
         except RuntimeError as error:
             deadline.check("waiting for the other trainer ranks")
-            raise DeadlineExceeded(f"the other trainer ranks did not answer: {error}", transport="ipc") from error
+            raise DeadlineExceeded(
+                f"the other trainer ranks did not answer: {error}", transport=self._transport
+            ) from error
         return rows
