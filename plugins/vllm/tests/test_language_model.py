@@ -64,3 +64,29 @@ def test_noise_and_the_right_answer(lineup: Lineup, folder: Path, real: Any, con
         assert server.label() == f"real over {backend}"
         connect(server.client, noise, backend, takeover=True).send_weights(weight_version="noise")
         assert "Paris" not in server.chat(QUESTION)
+
+
+def test_the_training_loop_notices_a_push_that_went_missing(
+    lineup: Lineup, folder: Path, real: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    loop = importlib.import_module("rl_loop")
+    server = lineup.get(folder, "--load-format", "dummy")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    policy = loop.Policy(copy.deepcopy(real))
+    trainer = connect(server.client, policy.served, takeover=True)
+    trainer.send_weights(weight_version="step-0", pause="keep")
+    rollouts = loop.sample(server.url, tokenizer, 2, 0, 0)
+    ours = policy.logprobs(rollouts)
+    loop.check(0, loop.gap_between(ours, rollouts))
+
+    policy.learn(ours, torch.tensor([rollout.reward for rollout in rollouts]).reshape(-1, 2))
+    # The push of step 1 is left out.
+    rollouts = loop.sample(server.url, tokenizer, 2, 0, 1)
+    with (
+        torch.no_grad(),
+        pytest.raises(loop.LoopFailed, match=r"step 1: .* does not sample with the weights of step-1"),
+    ):
+        loop.check(1, loop.gap_between(policy.logprobs(rollouts), rollouts))
