@@ -18,6 +18,7 @@ pytestmark = pytest.mark.vllm
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION = "What is the capital of France?"
+RANDOM_WEIGHTS = ("--load-format", "dummy", "--dtype", "bfloat16")
 RIGHT_ANSWER = "The capital of France is Paris."
 
 
@@ -52,18 +53,19 @@ def package() -> Path:
 
 
 def test_noise_and_the_right_answer(lineup: Lineup, folder: Path, real: Any, connect: Connect) -> None:
-    server = lineup.get(folder, "--load-format", "dummy")
+    server = lineup.get(folder, *RANDOM_WEIGHTS)
     assert "Paris" not in server.chat(QUESTION)
     noise = copy.deepcopy(real)
     with torch.no_grad():
         for parameter in noise.parameters():
             parameter.normal_(std=0.02)
-    for backend in ("nccl", "ipc"):
-        connect(server.client, real, backend).send_weights(weight_version=f"real over {backend}")
-        assert server.chat(QUESTION) == RIGHT_ANSWER
-        assert server.label() == f"real over {backend}"
-        connect(server.client, noise, backend, takeover=True).send_weights(weight_version="noise")
-        assert "Paris" not in server.chat(QUESTION)
+    connect(server.client, real, "nccl").send_weights(weight_version="real")
+    assert server.chat(QUESTION) == RIGHT_ANSWER
+    connect(server.client, noise, "nccl", takeover=True).send_weights(weight_version="noise")
+    assert "Paris" not in server.chat(QUESTION)
+    connect(server.client, real, "ipc", takeover=True).send_weights(weight_version="real again")
+    assert server.chat(QUESTION) == RIGHT_ANSWER
+    assert server.label() == "real again"
 
 
 def test_the_training_loop_notices_a_push_that_went_missing(
@@ -71,7 +73,7 @@ def test_the_training_loop_notices_a_push_that_went_missing(
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
     loop = importlib.import_module("rl_loop")
-    server = lineup.get(folder, "--load-format", "dummy")
+    server = lineup.get(folder, *RANDOM_WEIGHTS)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

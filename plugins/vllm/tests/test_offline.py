@@ -13,6 +13,7 @@ from weightwire.testing.fixtures import BorrowRanks
 pytestmark = pytest.mark.vllm
 
 
+@pytest.mark.thorough
 def test_an_llm_is_updated_from_its_own_process(lineup: Lineup, ranks: BorrowRanks, models: Models) -> None:
     lineup.stop()
     (process,) = ranks(1)

@@ -37,7 +37,7 @@ def test_rounds(two_ranks: Server, models: Models, connect: Connect, backend: st
     check_rounds(two_ranks, models, connect, backend)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+@pytest.mark.parametrize("backend", ["nccl", pytest.param("ipc", marks=pytest.mark.thorough)])
 def test_after_a_refusal(two_ranks: Server, models: Models, connect: Connect, backend: str) -> None:
     weights = {name: tensor.detach() for name, tensor in models.new.module.state_dict().items()}
     weights["model.norm.weight"] = torch.zeros(127, dtype=torch.float32)
@@ -52,8 +52,7 @@ def test_after_a_refusal(two_ranks: Server, models: Models, connect: Connect, ba
     check_rounds(two_ranks, models, connect, backend)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "ipc"])
-@pytest.mark.parametrize("point", ["trainer.begin", "trainer.sent"])
+@pytest.mark.parametrize(("backend", "point"), [("nccl", "trainer.begin"), ("ipc", "trainer.sent")])
 def test_after_a_trainer_was_killed(
     ranks: BorrowRanks, two_ranks: Server, models: Models, connect: Connect, backend: str, point: str
 ) -> None:

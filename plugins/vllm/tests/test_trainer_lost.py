@@ -41,8 +41,16 @@ def lose_trainer(ranks: BorrowRanks, server: Server, models: Models, backend: st
         trainer.kill()
 
 
-@pytest.mark.parametrize("action", ["kill", "stop"])
-@pytest.mark.parametrize(("backend", "point"), [(one, point) for one, points in POINTS.items() for point in points])
+@pytest.mark.parametrize(
+    ("backend", "point", "action"),
+    [
+        # One that has stopped is noticed by its silence, which takes a while.
+        pytest.param(backend, point, action, marks=[pytest.mark.thorough] * (action == "stop" and "trainer" in point))
+        for backend, points in POINTS.items()
+        for point in points
+        for action in ("kill", "stop")
+    ],
+)
 def test_old_weights_and_the_next_push_works(
     ranks: BorrowRanks, server: Server, models: Models, connect: Connect, backend: str, point: str, action: str
 ) -> None:
