@@ -267,6 +267,14 @@ def test_the_lease_of_a_silent_trainer_runs_out() -> None:
     assert not start_again.lease_expired
 
 
+def test_a_message_that_is_given_more_time_renews_the_lease() -> None:
+    session = linked_session()
+    start(session, seconds=0.0)
+    assert session.lease_expired
+    work(session, "update")
+    assert not session.lease_expired
+
+
 def test_a_revision_travels_as_json() -> None:
     revision = Revision.fresh()
     assert Revision.from_json(revision.to_json()) == revision

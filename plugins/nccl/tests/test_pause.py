@@ -100,6 +100,7 @@ def test_a_host_that_pauses_by_itself_is_asked_to(connect: Any) -> None:
     engine.send_weights(pause="keep", weight_version="one")
     assert client.calls == []
     assert (client.updates[0]["pause"], client.updates[0]["label"]) == ("keep", "one")
+    assert 0 < client.updates[0]["timeout"] <= 30
 
 
 def test_a_refusal_ends_resumed(connect: Any) -> None:
