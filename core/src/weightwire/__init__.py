@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from weightwire.layout import Replicate as Replicate
     from weightwire.layout import Shard as Shard
     from weightwire.layout import layerwise_groups as layerwise_groups
+    from weightwire.load_plan import LoadPlan as LoadPlan
     from weightwire.loader_sink import LoaderSink as LoaderSink
     from weightwire.messages import ParallelConfig as ParallelConfig
     from weightwire.messages import TrainerInitInfo as TrainerInitInfo
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from weightwire.messages import WeightTransferUpdatePayload as WeightTransferUpdatePayload
     from weightwire.messages import WeightTransferUpdateRequest as WeightTransferUpdateRequest
     from weightwire.module_sink import ModuleSink as ModuleSink
+    from weightwire.recording import record_loads as record_loads
     from weightwire.registry import WeightTransferEngineFactory as WeightTransferEngineFactory
     from weightwire.registry import WeightTransferTrainerFactory as WeightTransferTrainerFactory
     from weightwire.rendezvous import Rendezvous as Rendezvous
@@ -67,11 +69,13 @@ _NAMES: Final = {
     "gate": "Gate",
     "hookspecs": "Availability TransportSpec hookimpl",
     "layout": "Box ParamMeta Placement Replicate Shard layerwise_groups",
+    "load_plan": "LoadPlan",
     "loader_sink": "LoaderSink",
     "messages": "ParallelConfig TrainerInitInfo WeightTransferConfig WeightTransferInitInfo"
     " WeightTransferInitRequest WeightTransferUpdateInfo WeightTransferUpdatePayload"
     " WeightTransferUpdateRequest",
     "module_sink": "ModuleSink",
+    "recording": "record_loads",
     "registry": "WeightTransferEngineFactory WeightTransferTrainerFactory",
     "rendezvous": "Rendezvous",
     "report": "TransferReport",
