@@ -34,16 +34,6 @@ engine.shutdown()
 WORKS: Final = {
     "weightwire-nccl": ROUND.format(module="weightwire_nccl", info="NCCLTrainerInitInfo"),
     "weightwire-ipc": ROUND.format(module="weightwire_ipc", info="IPCTrainerInitInfo"),
-    "weightwire-m2n": """
-from weightwire.region_boxes import whole
-from weightwire_m2n.demands import Demand, Workers
-from weightwire_m2n.planner import Plan
-from weightwire_m2n.source_layout import SourceLayout
-
-everything = [Demand(0, whole((10, 8)), 0, whole((10, 8)))]
-plan = Plan([SourceLayout("w", (10, 8), 2, (0, 1, 2, 3), (4,), (0,))], 4, Workers.of([everything]))
-assert plan.traffic().tolist() == [[48], [48], [48], [16]]
-""",
     "weightwire-server": """
 import torch
 from weightwire import Worker

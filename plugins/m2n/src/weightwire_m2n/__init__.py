@@ -1,1 +1,0 @@
-"""Backend `nccl_m2n`: from M trainer ranks to N worker ranks, each byte crossing once."""
