@@ -17,6 +17,7 @@ import torch
 
 from weightwire.layout import ParamMeta
 from weightwire.region import Region
+from weightwire.region_boxes import merge_axes
 
 Axes = tuple[int, ...]
 
@@ -189,23 +190,8 @@ class LoadPlan:
         }
 
 
-@lru_cache(maxsize=4096)
-def merged(sizes: Axes, firsts: Axes, seconds: Axes) -> tuple[Axes, Axes, Axes]:
-    """Axes of two regions in one order, without those of size 1, merged where both regions merge."""
-    axes: list[tuple[int, int, int]] = []
-    for size, first, second in zip(sizes, firsts, seconds, strict=True):
-        if size == 1:
-            continue
-        if axes:
-            outer, outer_first, outer_second = axes[-1]
-            if outer_first == size * first and outer_second == size * second:
-                axes[-1] = (outer * size, first, second)
-                continue
-        axes.append((size, first, second))
-    if not axes:
-        return (), (), ()
-    kept, first_strides, second_strides = zip(*axes, strict=True)
-    return kept, first_strides, second_strides
+merged = lru_cache(maxsize=4096)(merge_axes)
+"""`merge_axes`, remembered: a model repeats few shapes many times."""
 
 
 def normal_pair(source: Region, target: Region) -> tuple[Region, Region]:
@@ -219,8 +205,8 @@ def normal_pair(source: Region, target: Region) -> tuple[Region, Region]:
 def _repeats_dropped(sizes: Axes, strides: Axes) -> tuple[Axes, Axes]:
     kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if stride]
     alone = tuple(stride for _, stride in kept)
-    both = merged(tuple(size for size, _ in kept), alone, alone)
-    return both[0], both[1]
+    merged_sizes, merged_strides = merged(tuple(size for size, _ in kept), alone)
+    return merged_sizes, merged_strides
 
 
 def once(region: Region) -> Region:

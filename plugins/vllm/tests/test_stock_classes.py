@@ -21,13 +21,13 @@ pytest.importorskip("vllm", reason="needs vLLM: ./dev test --vllm")
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import clients, ipc_engine, nccl_engine, packed_tensor
 
+from core.tests.test_stock_packing import Pair, metadata_of, models
 from plugins.ipc.tests import stock_scene as ipc_scene
 from plugins.ipc.tests.golden import UUID
 from plugins.nccl.tests import stock_scene as nccl_scene
 from weightwire.clients.protocol import VLLMWeightSyncClient
 from weightwire.deadline import Deadline
 from weightwire.errors import MetadataError
-from weightwire.layout import ParamMeta
 from weightwire.registry import WeightTransferTrainerFactory
 from weightwire.source import ModuleSource, StateDictSource
 from weightwire.stock_packing import cut_packs, pack
@@ -43,23 +43,6 @@ pytestmark = [
 ]
 
 DTYPES = [torch.uint8, torch.bool, torch.int16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
-Pair = tuple[str, torch.Tensor]
-
-
-@st.composite
-def models(draw: st.DrawFn) -> list[Pair]:
-    pairs = []
-    for number in range(draw(st.integers(0, 8))):
-        dtype = draw(st.sampled_from(DTYPES))
-        shape = draw(st.lists(st.integers(0, 5), max_size=3))
-        size = torch.Size(shape).numel() * dtype.itemsize
-        raw = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
-        pairs.append((f"p{number}", raw.view(dtype).view(shape)))
-    return pairs
-
-
-def metadata_of(pairs: list[Pair]) -> list[ParamMeta]:
-    return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in pairs]
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -72,7 +55,7 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:Tensor 'p:UserWarning")  # vLLM's, of one that is larger than the buffer
-@given(model=models(), limit=st.integers(0, 300))
+@given(model=models(DTYPES), limit=st.integers(0, 300))
 def test_vllm_packs_what_we_pack(model: list[Pair], limit: int) -> None:
     theirs, left = [], iter(model)
     while (chunk := packed_tensor.pack_tensors(left, lambda pair: pair[1], limit)) is not None:
@@ -98,7 +81,7 @@ def vllm_unpacks(model: list[Pair], limit: int) -> bool:
     return True
 
 
-@given(model=models(), limit=st.integers(0, 300))
+@given(model=models(DTYPES), limit=st.integers(0, 300))
 def test_what_vllm_cannot_unpack_is_what_we_refuse(model: list[Pair], limit: int) -> None:
     try:
         check_alignment(metadata_of(model), limit)
@@ -108,7 +91,7 @@ def test_what_vllm_cannot_unpack_is_what_we_refuse(model: list[Pair], limit: int
         assert vllm_unpacks(model, limit)
 
 
-@given(model=models(), limit=st.integers(0, 300))
+@given(model=models(DTYPES), limit=st.integers(0, 300))
 def test_wider_dtypes_first_is_always_taken(model: list[Pair], limit: int) -> None:
     model.sort(key=lambda pair: -pair[1].dtype.itemsize)
     check_alignment(metadata_of(model), limit)
