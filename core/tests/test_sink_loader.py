@@ -212,7 +212,7 @@ def test_an_object_that_is_no_module_is_in_place() -> None:
 
 
 def test_no_memory_for_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_memory(model: Any) -> Any:
+    def out_of_memory(model: Any, memo: Any = None) -> Any:
         raise MemoryError
 
     monkeypatch.setattr(copy, "deepcopy", out_of_memory)

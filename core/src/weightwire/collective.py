@@ -148,6 +148,7 @@ class TorchCommunicator(Communicator):
         collective: Send by one broadcast to all receivers, instead of to each by itself.
         senders: Ranks that will send, while all others receive; None: everybody to everybody. Connections are made
             only where data can flow.
+        routes: In place of `senders`, the pairs of a sender and a receiver between which data will flow.
 
     Raises:
         ValueError: Numbers that do not fit.
@@ -171,6 +172,7 @@ class TorchCommunicator(Communicator):
         window: int = 8,
         collective: bool = False,
         senders: Sequence[int] | None = None,
+        routes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         if not 0 <= rank < world_size == len(labels):
             raise ValueError(f"rank {rank} of {world_size} with {len(labels)} labels")
@@ -183,7 +185,7 @@ class TorchCommunicator(Communicator):
         self._collective = collective
         self._longest = _BACKSTOP * stall_limit
         self._closed = False
-        routes = _routes(range(world_size), senders)
+        routes = _routes(range(world_size), senders) if routes is None else list(routes)
         self._outgoing, self._incoming = _flows(rank, routes, stall_limit, together=collective)
         peers = self._outgoing.keys() | self._incoming.keys()
         self._liveness = Liveness(store, rank=rank, peers=peers, labels=labels, hostname=hostname, deadline=deadline)

@@ -26,9 +26,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from weightwire.deadline import Deadline
-from weightwire.errors import TransferError
-from weightwire.layout import ParamMeta
+from weightwire.errors import TransferError, WeightwireError
+from weightwire.layout import ParamMeta, total_bytes
 from weightwire.link import Link, parse_metadata
+from weightwire.load_plan import LoadPlan
+from weightwire.load_plan_exchange import KnownPlans
 from weightwire.messages import (
     ParallelConfig,
     WeightTransferConfig,
@@ -61,6 +63,9 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
 
     wire_version: ClassVar[int] = 1
 
+    needs_load_plans: ClassVar[bool] = False
+    """Whether it plans from what all workers load: `load_plans` then holds one for each worker rank."""
+
     writes_after_failure: ClassVar[bool] = True
     """Whether a failed transfer may still write to what `WeightSink.targets` gave out, so that it is not used again."""
 
@@ -73,6 +78,8 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
         self.model = model
         self.link: Link | None = None
         self.driven = False
+        self.load_plans: list[LoadPlan] = []
+        self._known_plans = KnownPlans()
         self._default_model, self._default_model_config = model, self.model_config
         self._deadline: Deadline | None = None
         self._round: Round | None = None
@@ -144,12 +151,22 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
         try:
             with link.watch(deadline):
                 link.hello(deadline, distribution=type(self).__module__.partition(".")[0], payload=self.describe())
+                if self.needs_load_plans:
+                    self._exchange_load_plans(link, deadline)
                 link.agree_on_plan(self.plan_digest(init_info), deadline)
                 self._connect(link, init_info, deadline)
                 link.connected(deadline)
         except BaseException:
             self.shutdown()
             raise
+
+    def _exchange_load_plans(self, link: Link, deadline: Deadline) -> None:
+        own, error = None, None
+        try:
+            own = self.sink.load_plan(link.metadata)
+        except WeightwireError as refusal:
+            error = refusal
+        self.load_plans = self._known_plans.exchange(link.rendezvous, deadline, own, error=error)
 
     def _connect(self, link: Link, init_info: TInitInfo, deadline: Deadline) -> None:
         try:
@@ -174,6 +191,19 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
             TransferError: Neither names any.
         """
         return UpdateSpec(metadata=self.update_metadata(update_info), scope=update_info.scope)
+
+    def check_update(self, spec: UpdateSpec) -> None:
+        """Look once more whether this update can be, after the sink has begun it and before a byte moves.
+
+        Raises:
+            WeightwireError: Every rank of the fleet hears why not.
+        """
+
+    def update_bytes(self, spec: UpdateSpec) -> int:
+        """How many bytes of tensors an update brings to this rank."""
+        if self.link is not None and spec.metadata is self.link.metadata:
+            return self.link.total_bytes
+        return total_bytes(spec.metadata)
 
     def update_metadata(self, update_info: TUpdateInfo) -> tuple[ParamMeta, ...]:
         """The parameters this update brings, in the order in which they travel."""

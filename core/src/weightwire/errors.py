@@ -156,6 +156,10 @@ class UpdateRefused(WeightwireError, ValueError):
     status = 400
 
 
+class PlanOutdated(UpdateRefused):
+    """What the plan of a link was made from has changed since: the link has to be opened again."""
+
+
 class HandshakeError(WeightwireError, ValueError):
     """Ranks disagree about what will be sent, found before any byte moved."""
 

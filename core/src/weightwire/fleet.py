@@ -54,11 +54,27 @@ class Fleet:
 
 
 def senders_of(metadata: Sequence[ParamMeta], *, trainers: int) -> tuple[int, ...]:
-    """The trainer ranks that send: each parameter is sent by its first owner.
+    """The trainer ranks that send where each parameter is sent by its first owner.
 
     Raises:
         MetadataError: A parameter is owned by a rank that does not exist.
     """
+    _check_owners(metadata, trainers)
+    return tuple(sorted({meta.first_owner for meta in metadata})) or (0,)
+
+
+def owners_of(metadata: Sequence[ParamMeta], *, trainers: int) -> tuple[int, ...]:
+    """The trainer ranks that send where every owner of a parameter may: all that hold anything.
+
+    Raises:
+        MetadataError: A parameter is owned by a rank that does not exist.
+    """
+    _check_owners(metadata, trainers)
+    everywhere = range(trainers)
+    return tuple(sorted({rank for meta in metadata for rank in meta.owners or everywhere})) or (0,)
+
+
+def _check_owners(metadata: Sequence[ParamMeta], trainers: int) -> None:
     for meta in metadata:
         beyond = [rank for rank in meta.owners or () if rank >= trainers]
         if beyond:
@@ -67,7 +83,6 @@ def senders_of(metadata: Sequence[ParamMeta], *, trainers: int) -> tuple[int, ..
                 "ranks: pass num_trainer_ranks",
                 parameter=meta.name,
             )
-    return tuple(sorted({meta.first_owner for meta in metadata})) or (0,)
 
 
 def trainer_count(info: TrainerInitInfo) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -17,8 +17,12 @@ from weightwire.dtensor import reshard
 from weightwire.errors import TransferAborted, Unsupported, UpdateRefused, WeightwireError
 from weightwire.inventory import Entry, Inventory, Views, check_tensor
 from weightwire.layout import ParamMeta
+from weightwire.load_plan import LoadPlan
+from weightwire.loader_recording import Recorded, ready_storages, record
 from weightwire.module_sink import refuse_frozen
+from weightwire.module_twin import twin_of
 from weightwire.module_update import Plan, Rebind, check_complete
+from weightwire.recorded_install import tensors_of
 from weightwire.scan import scan
 from weightwire.sink import CommitMode, CommitReport, Staging, UpdateSpec, WeightSink
 
@@ -56,6 +60,10 @@ class LoaderSink(WeightSink):
         self._full = False
         self._twins: dict[Entry, Entry] = {}
         self._plan: Plan | None = None
+        self._stale: tuple[Inventory, dict[Entry, Entry]] | None = None
+        self._recorded: Recorded | None = None
+        self._retired = False
+        """Whether late bytes may still arrive in the twin."""
 
     def begin(self, spec: UpdateSpec) -> None:
         """See `WeightSink.begin`."""
@@ -67,23 +75,33 @@ class LoaderSink(WeightSink):
             expected[meta.name] = meta
         model = self._live_model()
         refuse_frozen(model)
-        if self._twin is not None:
-            self._bring_twin_up_to_date(model)
+        self._stale = None if self._twin is None else self._paired_with_twin(model)
         self._expected, self._came, self._full = expected, set(), spec.scope == "full"
 
-    def _bring_twin_up_to_date(self, model: nn.Module) -> None:
-        """What the loader leaves alone must be what is live now, since commit exchanges everything."""
+    def _paired_with_twin(self, model: nn.Module) -> tuple[Inventory, dict[Entry, Entry]]:
         live = scan(model)
-        try:
-            twins = _paired(live, scan(self._twin))
-        except UpdateRefused:  # an earlier load has rebuilt the twin
-            twin, reason = _make_twin(model)
-            if twin is None:
-                raise UpdateRefused(f"the model has no twin to load into any more: {reason}") from None
-            self._twin, twins = twin, {}
+        if not self._retired:
+            with suppress(UpdateRefused):  # an earlier load has rebuilt the twin
+                return live, _paired(live, scan(self._twin))
+        twin, reason = _make_twin(model)
+        if twin is None:
+            raise UpdateRefused(f"the model has no twin to load into any more: {reason}")
+        self._twin, self._retired = twin, False
+        return live, {}
+
+    def _bring_twin_up_to_date(self, but: Collection[str] = ()) -> None:
+        """What the loader leaves alone must be what is live now, since commit exchanges everything.
+
+        Args:
+            but: Names of tensors of which everything is replaced.
+        """
+        if self._stale is None:
+            return
+        (live, twins), self._stale = self._stale, None
         with live.writing():
             for here, there in twins.items():
-                there.local.copy_(here.local)
+                if not here.names or here.names[0] not in but:
+                    there.local.copy_(here.local)
 
     def _live_model(self) -> Any:
         model = self._model()
@@ -94,12 +112,18 @@ class LoaderSink(WeightSink):
         """See `WeightSink.load`. What `load_weights` raises becomes an `UpdateRefused` in its words."""
         assert self._expected is not None, "begin comes first"
         assert self._plan is None, "nothing comes in after prepare"
+        checked = self._checked(pairs, self._expected)
+        self._run_loader(lambda loader: loader.load_weights(checked))
+
+    def _run_loader(self, load: Callable[[Any], object]) -> None:
+        """Have the twin, or without one the live model, load."""
         self._dirty = self._twin is None
+        self._bring_twin_up_to_date()
         loader = self._live_model() if self._twin is None else self._twin
         self._last = None
         try:
             with torch.no_grad():
-                loader.load_weights(self._checked(pairs, self._expected))
+                load(loader)
         except WeightwireError:
             raise
         except Exception as error:
@@ -122,9 +146,41 @@ class LoaderSink(WeightSink):
             self._came.add(name)
             yield name, tensor
 
+    # By regions
+
+    def load_plan(self, metadata: Sequence[ParamMeta]) -> LoadPlan:
+        """See `WeightSink.load_plan`: what the model's own loader was seen to do on a copy without storage."""
+        model, key = self._live_model(), tuple(metadata)
+        if self._recorded is None or not self._recorded.fits(model, key):
+            self._recorded = record(model, key)
+        return super().load_plan(key) if self._recorded is None else self._recorded.plan
+
+    def landing(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
+        """See `WeightSink.landing`: the twin's own storage; memory for pieces where the loader has to run."""
+        recorded = self._recorded
+        if recorded is None:
+            return super().landing(plan)
+        if recorded.plan is not plan:
+            raise UpdateRefused("the model is no longer as it was when the transfer was planned")
+        if recorded.pieces is not None:
+            return recorded.pieces.memory()
+        self._dirty = self._twin is None
+        self._bring_twin_up_to_date(but=recorded.covered)
+        return ready_storages(plan, tensors_of(self._live_model() if self._twin is None else self._twin))
+
+    def landed(self, plan: LoadPlan) -> None:
+        """See `WeightSink.landed`."""
+        if self._recorded is None:
+            super().landed(plan)
+            return
+        if (pieces := self._recorded.pieces) is not None:
+            self._run_loader(lambda loader: pieces.feed(loader.load_weights, torch.device("cpu")))
+        self._came.update(meta.name for meta in plan.sources)
+
     def prepare(self) -> None:
         """See `WeightSink.prepare`."""
         assert self._expected is not None, "begin comes first"
+        self._bring_twin_up_to_date()
         check_complete(self._expected, self._came)
         self._plan = Plan() if self._twin is None else self._exchange()
 
@@ -176,10 +232,14 @@ class LoaderSink(WeightSink):
     def abort(self, *, retire: bool = False) -> None:
         """See `WeightSink.abort`."""
         self._torn |= self._dirty
+        if retire and self._recorded is not None:
+            self._retired = True
+            if self._recorded.pieces is not None:
+                self._recorded.pieces.forget()
         self._close()
 
     def _close(self) -> None:
-        self._expected, self._plan, self._twins, self._dirty = None, None, {}, False
+        self._expected, self._plan, self._twins, self._stale, self._dirty = None, None, {}, None, False
 
     def checksums(self) -> dict[str, str]:
         """See `WeightSink.checksums`."""
@@ -203,7 +263,7 @@ def _make_twin(model: Any) -> tuple[Any, str | None]:
     if not isinstance(model, nn.Module):
         return None, f"a {type(model).__name__} is no nn.Module, so its storages are not known"
     try:
-        twin = copy.deepcopy(model)
+        twin: Any = twin_of(model)
     except Exception as error:  # noqa: BLE001  the attributes of somebody's model may raise anything
         return None, f"the model cannot be copied: {type(error).__name__}: {error}"
     if not isinstance(twin.load_weights, MethodType) or twin.load_weights.__self__ is not twin:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from weightwire.clients.protocol import ControlPlane
 from weightwire.deadline import Deadline
 from weightwire.errors import DeadlineExceeded, MetadataError, PeerLost
-from weightwire.fleet import Fleet, listening_socket, senders_of, shared_secret, trainer_count, worker_count
-from weightwire.layout import ParamMeta
+from weightwire.fleet import Fleet, listening_socket, shared_secret, trainer_count, worker_count
 from weightwire.messages import TrainerInitInfo
 from weightwire.rendezvous import Rendezvous
 from weightwire.source import WeightSource
@@ -24,7 +23,7 @@ class Membership:
     Args:
         info: What the engine was made with.
         source: The weights.
-        metadata: What the source declares.
+        senders_of: Says which trainer ranks send what the source declares, of so many.
 
     Attributes:
         trainers: How many trainer ranks there are.
@@ -37,10 +36,12 @@ class Membership:
         MetadataError: The source's device mesh names ranks that there are not.
     """
 
-    def __init__(self, info: TrainerInitInfo, source: WeightSource, metadata: Sequence[ParamMeta]) -> None:
+    def __init__(
+        self, info: TrainerInitInfo, source: WeightSource, senders_of: Callable[[int], tuple[int, ...]]
+    ) -> None:
         self._info = info
         self.trainers = trainer_count(info)
-        self.senders = senders_of(metadata, trainers=self.trainers)
+        self.senders = senders_of(self.trainers)
         self.epoch = -1
         self.secret = shared_secret(info, trainers=self.trainers)
         mesh_ranks = getattr(source, "mesh_ranks", None)

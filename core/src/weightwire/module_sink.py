@@ -17,8 +17,11 @@ from weightwire import staging
 from weightwire.dtensor import reshard
 from weightwire.errors import TransferAborted, UpdateRefused
 from weightwire.inventory import Entry, Group, Inventory, Views, check_tensor
+from weightwire.layout import ParamMeta
+from weightwire.load_plan import LoadPlan
 from weightwire.module_update import Chosen, Plan, Rebind, Repetition, Update, check_complete, repetition
 from weightwire.patching import check_patch, ready_patch
+from weightwire.plan_building import plan_of_boxes
 from weightwire.scan import scan
 from weightwire.sink import CommitMode, CommitReport, Held, Patch, Staging, UpdateSpec, WeightSink
 from weightwire.staging_area import StagingArea
@@ -55,6 +58,7 @@ class ModuleSink(WeightSink):
         self._update: Update | None = None
         self._last: Repetition | None = None
         self._damaged: set[Entry] = set()
+        self._planned: tuple[tuple[Inventory, tuple[ParamMeta, ...]], LoadPlan] | None = None
 
     @property
     def allocated_bytes(self) -> int:
@@ -196,6 +200,28 @@ class ModuleSink(WeightSink):
         update, names = self._open(), list(names)
         known = all(map(update.chosen.__contains__, names))
         update.arrive_all(names if known else [name for name in names if update.find(name)])
+
+    def load_plan(self, metadata: Sequence[ParamMeta]) -> LoadPlan:
+        """See `WeightSink.load_plan`: every parameter lands whole, of a DTensor the part that is here."""
+        if not self._inventory.unchanged():
+            self._look_again(self._live_model())
+        key = self._inventory, tuple(metadata)
+        if self._planned is None or self._planned[0] != key:
+            chosen = self._inventory.resolve(key[1], strict=self.strict, cast=self.cast, full=False)
+            self._planned = key, plan_of_boxes((meta, entry.box) for entry, meta in chosen.values())
+        return self._planned[1]
+
+    def landing(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
+        """See `WeightSink.landing`."""
+        update, names = self._open(), [meta.name for meta in plan.sources]
+        chosen = {name: found for name in names if (found := update.find(name)) is not None}
+        if len(chosen) < len(names):
+            raise UpdateRefused("the model is no longer as it was when the transfer was planned")
+        targets = self.targets(name for name, (entry, _) in chosen.items() if entry.box is None)
+        for name, (entry, meta) in chosen.items():
+            if entry.box is not None:
+                targets[name] = self._area.buffer(update, name, entry, meta.dtype, torch.Size(entry.box.shape))
+        return {name: target.view(-1) for name, target in targets.items()}
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `WeightSink.adopt`."""

@@ -322,6 +322,11 @@ class BufferRing:
             self._condition.notify_all()
 
     @property
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+        return self._device
+
+    @property
     def nbytes(self) -> int:
         """Memory of all buffers together, in bytes, once they have been needed."""
         return self._count * self._nbytes

@@ -119,16 +119,20 @@ def install(plan: LoadPlan, tensors: Mapping[str, Tensor], resolve: Resolve) -> 
         module = plan.opaque[0]
         raise UpdateRefused(f"module {module.module!r} takes tensors through its loader alone: {module.reason}")
     flat = storages(plan, tensors)
+    fill(plan, flat)
     with torch.no_grad():
-        for fill in plan.fills:
-            destination = flat[fill.target]
-            element = (
-                torch.tensor(list(bytes.fromhex(fill.bits)), dtype=torch.uint8).view(destination.dtype).reshape(())
-            )
-            _part(destination, fill.region).copy_(element.to(destination.device))
         for copy in plan.copies:
             destination = flat[copy.target].view(plan.by_name[copy.source].dtype)
             _part(destination, copy.target_region).copy_(resolve(copy.source, copy.source_region))
+
+
+def fill(plan: LoadPlan, flat: Mapping[str, Tensor]) -> None:
+    """Write the constants of a plan into what `storages` gave."""
+    with torch.no_grad():
+        for one in plan.fills:
+            destination = flat[one.target]
+            bits = torch.tensor(list(bytes.fromhex(one.bits)), dtype=torch.uint8)
+            _part(destination, one.region).copy_(bits.view(destination.dtype).reshape(()).to(destination.device))
 
 
 def _part(flat: Tensor, region: Region) -> Tensor:

@@ -20,7 +20,7 @@ from weightwire import faults
 from weightwire.deadline import Deadline
 from weightwire.errors import PeerFailed, PeerLost, Superseded, UpdateRefused, WeightsTorn, WeightwireError, describe
 from weightwire.gate import Gate
-from weightwire.layout import metadata_digest, total_bytes
+from weightwire.layout import metadata_digest
 from weightwire.link import base_error
 from weightwire.messages import WeightTransferUpdateInfo
 from weightwire.session import Revision
@@ -117,6 +117,7 @@ class Round:
             if self._held is not None and (stale := base_error(update_info.base, self._held)):
                 raise stale
             self._sink.begin(spec)
+            self._engine.check_update(spec)
         except WeightwireError as error:
             refusal = error
         if update_info.revision is not None:
@@ -136,8 +137,7 @@ class Round:
             raise refusal
         self._begun = True
         self._keep_readers_out(deadline)
-        usual = link is not None and spec.metadata is link.metadata
-        self.bytes = link.total_bytes if link is not None and usual else total_bytes(spec.metadata)
+        self.bytes = self._engine.update_bytes(spec)
 
     def _keep_readers_out(self, deadline: Deadline) -> None:
         """An in-place update writes what readers read: refuse new ones and wait for the present ones."""

@@ -18,6 +18,8 @@ from torch import nn
 
 from weightwire.errors import Unsupported
 from weightwire.layout import ParamMeta, dtype_name
+from weightwire.load_plan import LoadPlan
+from weightwire.plan_building import plan_of_boxes
 
 Scope = Literal["full", "partial"]
 Staging = Literal["staged", "in_place"]
@@ -122,7 +124,7 @@ class WeightSink(ABC):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"load"})
-    """The ways in that this sink has, of `load`, `targets`, `adopt` and `patch`."""
+    """The ways in that this sink has, of `load`, `targets`, `adopt` and `patch`; all have `landing`."""
 
     def __init__(
         self,
@@ -142,6 +144,8 @@ class WeightSink(ABC):
         self.options = {"staging": staging, "strict": strict, "cast": cast, "commit": commit}
         self._dirty = False
         self._torn = False
+        self._whole: tuple[tuple[ParamMeta, ...], LoadPlan] | None = None
+        self._loose: dict[str, torch.Tensor] = {}
 
     def describe(self) -> dict[str, Any]:
         """What a worker says of it in hello, as JSON; with `pauses_at_commit`, that the host pauses its own readers."""
@@ -193,6 +197,45 @@ class WeightSink(ABC):
             UpdateRefused: One of them has come before.
         """
         raise self._lacks("targets")
+
+    def load_plan(self, metadata: Sequence[ParamMeta]) -> LoadPlan:
+        """Which elements of these tensors an update needs, and where they land in what `landing` gives out.
+
+        Asked before any update, and again in each: the same object while nothing has changed. Nothing in it is opaque:
+        what the model can only take in full lands in full. By default every tensor lands whole.
+
+        Raises:
+            UpdateRefused: The model does not take them.
+        """
+        if self._whole is None or self._whole[0] != tuple(metadata):
+            self._whole = tuple(metadata), plan_of_boxes((meta, None) for meta in metadata)
+        return self._whole[1]
+
+    def landing(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
+        """Memory for an open update: per target of a `load_plan` a flat tensor in which its regions count.
+
+        Let go of everything derived from the tensors before `landed`.
+
+        Raises:
+            UpdateRefused: The model is no longer as it was when it was asked for the plan.
+        """
+        names = [target.name for target in plan.targets]
+        if "targets" in self.capabilities:
+            return {name: target.view(-1) for name, target in self.targets(names).items()}
+        self._loose = {meta.name: torch.empty(meta.shape, dtype=meta.dtype) for meta in plan.sources}
+        return {name: tensor.view(-1) for name, tensor in self._loose.items()}
+
+    def landed(self, plan: LoadPlan) -> None:
+        """Say that every element of the plan is where it belongs.
+
+        Raises:
+            UpdateRefused: The model's loader does not take what came.
+        """
+        if "targets" in self.capabilities:
+            self.received(meta.name for meta in plan.sources)
+            return
+        loose, self._loose = self._loose, {}
+        self.load(loose.items())
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Hand storage over: at commit the parameters lie in it. They must be writable, contiguous and not used again.

@@ -27,14 +27,17 @@ from weightwire.errors import (
     MetadataError,
     NotInitialised,
     OrderError,
+    PlanOutdated,
     TransferAborted,
     TransferError,
     Unsupported,
     WeightwireError,
     describe,
 )
-from weightwire.fleet import Fleet
+from weightwire.fleet import Fleet, senders_of
 from weightwire.layout import ParamMeta, check_metadata, metadata_digest, total_bytes
+from weightwire.load_plan import LoadPlan
+from weightwire.load_plan_exchange import KnownPlans
 from weightwire.membership import Membership
 from weightwire.messages import TrainerInitInfo
 from weightwire.rendezvous import Rendezvous
@@ -68,6 +71,8 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
     consumes: ClassVar[Literal["full", "local"]] = "full"
     """Which mode of the source this transport reads."""
     wire_version: ClassVar[int] = 1
+    needs_load_plans: ClassVar[bool] = False
+    """Whether it plans from what the workers load: `load_plans` then holds one for each worker rank."""
 
     def __init__(
         self,
@@ -91,6 +96,8 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self.total_bytes = 0
         self.reader: SourceReader
         self._members: Membership
+        self.load_plans: list[LoadPlan] = []
+        self._known_plans = KnownPlans()
         self.trainer_id = secrets.token_hex(16)
         self._round = 0
         self.next_revision = Revision(secrets.token_hex(16), 1)
@@ -122,6 +129,14 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
     def plan_digest(self) -> str:
         """Digest of what this transport derives from metadata; compared with the workers' before connecting."""
         return ""
+
+    def choose_senders(self, trainers: int) -> tuple[int, ...]:
+        """Which of so many trainer ranks send tensor bytes: by default the first owner of each parameter.
+
+        Raises:
+            MetadataError: A parameter is owned by a rank that does not exist.
+        """
+        return senders_of(self.metadata, trainers=trainers)
 
     def connect(self, deadline: Deadline) -> None:
         """Build the data plane to `self.fleet`."""
@@ -201,7 +216,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         self.metadata_digest = metadata_digest(self.metadata)
         self.total_bytes = total_bytes(self.metadata)
         self.reader = SourceReader(self.metadata, self.rank, self.consumes)
-        self._members = Membership(info, source, self.metadata)
+        self._members = Membership(info, source, self.choose_senders)
 
     def _open(self, deadline: Deadline) -> None:
         self._round = 0
@@ -217,6 +232,8 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
                         what="init_weight_transfer_engine",
                     )
                 self._hello(deadline)
+                if self.needs_load_plans:
+                    self.load_plans = self._known_plans.exchange(self.rendezvous, deadline)
                 self._agree("plan", deadline, {"plan": self.plan_digest()})
                 self.connect(deadline)
                 self._agree("connected", deadline, {})
@@ -414,6 +431,8 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
 
     def _was_lost(self, error: BaseException) -> bool:
         """Whether a round that has not begun failed because the link was lost; not because somebody refused it."""
+        if isinstance(error, PlanOutdated):
+            return True
         if isinstance(error, OrderError | TransferAborted):
             return isinstance(error, NotInitialised)
         return not self.linked

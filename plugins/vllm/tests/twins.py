@@ -44,30 +44,36 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
 def compare(state: State, folder: Path, family: str, ranks: int) -> list[dict[str, Any]]:
     """Record each rank's loader, and hold both ways to install against `load_weights`; what is said of each rank."""
     os.environ.update(ENVIRONMENT)
-    import transformers
-    from vllm.engine.arg_utils import EngineArgs
+    tensors = make_checkpoint(folder, family)
+    return [_one_rank(vllm_config, tensors) for vllm_config in each_rank(folder, ranks)]
 
-    torch.manual_seed(7)
+
+def make_checkpoint(folder: Path, family: str, *, seed: int = 7) -> dict[str, Tensor]:
+    """Random weights of a tiny model, in bf16; they are in the folder too."""
+    import transformers
+    from safetensors.torch import load_file
+
+    torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
     made = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config)
     made.to(torch.bfloat16).save_pretrained(folder)
-    from safetensors.torch import load_file
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
-    tensors = {
-        name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
-    }
+
+def each_rank(folder: Path, ranks: int) -> Iterator[Any]:
+    """vLLM's configuration for a checkpoint, once for each tensor-parallel rank that this process then counts as."""
+    from vllm.engine.arg_utils import EngineArgs
+
     options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 256, "enforce_eager": True}
     arguments = EngineArgs(str(folder), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 26, **options)
     vllm_config = arguments.create_engine_config()
     with _group(vllm_config) as group:
-        found = []
         for rank in range(ranks):
             group.world_size, group.rank_in_group = ranks, rank
             try:
-                found.append(_one_rank(vllm_config, tensors))
+                yield vllm_config
             finally:
                 group.world_size, group.rank_in_group = 1, 0
-    return found
 
 
 @contextmanager
@@ -107,6 +113,18 @@ def _model(vllm_config: Any, device: str) -> nn.Module:
     return model
 
 
+def loaded(vllm_config: Any, tensors: dict[str, Tensor]) -> nn.Module:
+    """One of vLLM's models with these weights, ready to compute with."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    model = _model(vllm_config, "cpu")
+    with set_current_vllm_config(vllm_config):
+        model.load_weights(iter(tensors.items()))  # type: ignore[operator]
+        process_weights_after_loading(model, vllm_config.model_config, torch.device("cpu"))
+    return model
+
+
 def _one_rank(vllm_config: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     metadata = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     # In this order, as in a server: vLLM keeps rotary embeddings by their configuration, on whatever device came first.
@@ -124,12 +142,13 @@ def _one_rank(vllm_config: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "again": LoadPlan.from_json(plan.to_json()) == plan,
         "fills": len(plan.fills),
         "share": plan.piece_bytes / sum(tensor.nbytes for tensor in tensors.values()),
-        "straight differs": _differing(plain, straight),
-        "fed differs": _differing(plain, fed),
+        "straight differs": differing(plain, straight),
+        "fed differs": differing(plain, fed),
     }
 
 
-def _differing(one: nn.Module, other: nn.Module) -> list[str]:
+def differing(one: nn.Module, other: nn.Module) -> list[str]:
+    """The parameters and buffers that are not bit for bit the same."""
     second = tensors_of(other)
     pairs = ((name, tensor.detach(), second[name].detach()) for name, tensor in tensors_of(one).items())
     return [name for name, a, b in pairs if not torch.equal(_bits(a), _bits(b))]

@@ -11,10 +11,12 @@ import torch
 from vllm.logger import init_logger
 
 from weightwire import staging
-from weightwire.errors import MessageError, UpdateRefused
+from weightwire.errors import MessageError, Unsupported, UpdateRefused
 from weightwire.inventory import check_tensor
-from weightwire.layout import ParamMeta
+from weightwire.layout import ParamMeta, total_bytes
+from weightwire.load_plan import LoadPlan
 from weightwire.module_update import check_complete
+from weightwire.piece_staging import PieceStaging
 from weightwire.sink import CommitReport, UpdateSpec, WeightSink
 from weightwire_vllm.install import Installation
 from weightwire_vllm.options import Staging
@@ -32,7 +34,8 @@ class VLLMSink(WeightSink):
         vllm_config: The server's.
         device: Where the model lies.
         staging: Where an update waits. `"host"` and `"device"` hold every tensor of the checkpoint in full, on each
-            rank. `"none"` holds nothing: a transfer that fails leaves the weights torn.
+            rank, or of an update by regions what this rank's loader takes. `"none"` holds nothing: a transfer that
+            fails leaves the weights torn, and nothing comes by regions.
         strict: Refuse updates that leave something out.
         cast: Convert other dtypes instead of refusing them.
 
@@ -68,6 +71,9 @@ class VLLMSink(WeightSink):
         self._expected: dict[str, ParamMeta] = {}
         self._staged: dict[str, torch.Tensor] = {}
         self._layout: tuple[ParamMeta, ...] = ()
+        self._pieces: PieceStaging | None = None
+        self._planned: tuple[tuple[ParamMeta, ...], LoadPlan] | None = None
+        self._by_regions = False
         self._came: set[str] = set()
         self._allocated = 0
         self._installation: Installation | None = None
@@ -79,7 +85,7 @@ class VLLMSink(WeightSink):
     @property
     def allocated_bytes(self) -> int:
         """See `WeightSink.allocated_bytes`."""
-        return self._allocated
+        return self._allocated + (0 if self._pieces is None else self._pieces.allocated_bytes)
 
     def begin(self, spec: UpdateSpec) -> None:
         """See `WeightSink.begin`."""
@@ -91,9 +97,9 @@ class VLLMSink(WeightSink):
             expected[meta.name] = meta
         self._check(spec)
         self._allocated = 0
-        if self.place != "none":
-            self._lay_out(spec.metadata)
-        self._spec, self._expected, self._came = spec, expected, set()
+        if self._pieces is not None:
+            self._pieces.allocated_bytes = 0
+        self._spec, self._expected, self._came, self._by_regions = spec, expected, set(), False
 
     def _check(self, spec: UpdateSpec) -> None:
         key = (spec.metadata, spec.scope)
@@ -110,11 +116,14 @@ class VLLMSink(WeightSink):
             self._twin.check(spec, strict=self.strict, cast=self.cast)
         self._checked = key
 
-    def _lay_out(self, metadata: tuple[ParamMeta, ...]) -> None:
+    def _laid_out(self) -> dict[str, torch.Tensor]:
+        """Memory for every tensor of the open update in full; allocated when it is first asked for."""
+        assert self._spec is not None, "begin comes first"
+        metadata = self._spec.metadata
         if self._layout == metadata:
-            return
-        self._staged, self._layout = {}, ()
-        device = torch.device("cpu") if self.place == "host" else self.device
+            return self._staged
+        self._give_up_staging()
+        device = self._staging_device()
         slab, sizes = staging.Slab(), [meta.nbytes for meta in metadata]
         for place, meta in enumerate(metadata):
             if meta.nbytes and device.type == "cpu":
@@ -124,6 +133,15 @@ class VLLMSink(WeightSink):
             self._staged[meta.name] = torch.empty(0, dtype=meta.dtype, device=device).set_(storage).view(meta.shape)
             self._allocated += meta.nbytes
         self._layout = metadata
+        return self._staged
+
+    def _staging_device(self) -> torch.device:
+        return torch.device("cpu") if self.place == "host" else self.device
+
+    def _give_up_staging(self) -> None:
+        self._staged, self._layout = {}, ()
+        if self._pieces is not None:
+            self._pieces.forget()
 
     def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `WeightSink.load`."""
@@ -132,7 +150,7 @@ class VLLMSink(WeightSink):
             return
         for name, tensor in pairs:
             check_tensor(name, self._announced(name), tensor)
-            self._staged[name].copy_(tensor)
+            self._laid_out()[name].copy_(tensor)
             self._came.add(name)
 
     def _stream(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -159,13 +177,63 @@ class VLLMSink(WeightSink):
 
     def targets(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """See `WeightSink.targets`."""
-        return {name: self._staged[name] for name in names}
+        staged = self._laid_out()
+        return {name: staged[name] for name in names}
 
     def received(self, names: Iterable[str]) -> None:
         """See `WeightSink.received`."""
         for name in names:
             self._announced(name)
             self._came.add(name)
+
+    # By regions
+
+    def load_plan(self, metadata: Sequence[ParamMeta]) -> LoadPlan:
+        """See `WeightSink.load_plan`: what this rank's loader takes. Whether that is all is looked at in `begin`.
+
+        Raises:
+            UpdateRefused: The model does not take these tensors.
+            Unsupported: Nothing is staged here, and pieces have to wait for one another.
+        """
+        if self.place == "none":
+            words = "no transport that sends each rank its part works with it, since the parts have to wait somewhere"
+            raise Unsupported(f'staging "none": {words}; start the server with "staging": "host"')
+        key = tuple(metadata)
+        if self._planned is None or self._planned[0] != key:
+            self._check(UpdateSpec(key, scope="partial"))
+            self._pieces = self._recorded(key)
+            self._planned = key, super().load_plan(key) if self._pieces is None else self._pieces.plan
+        return self._planned[1]
+
+    def _recorded(self, metadata: tuple[ParamMeta, ...]) -> PieceStaging | None:
+        if self._twin is None:
+            return None
+        began = time.perf_counter()
+        try:
+            recorded = self._twin.record(metadata)
+        except ValueError as error:
+            logger.warning("weightwire: all tensors have to come in full, loading cannot be recorded: %s", error)
+            return None
+        logger.info(
+            "weightwire: recorded in %.2f s what loading takes here: %d of %d bytes, %d of them in full",
+            *(time.perf_counter() - began, recorded.piece_bytes + recorded.opaque_bytes),
+            *(total_bytes(metadata), recorded.opaque_bytes),
+        )
+        return PieceStaging(recorded, self._staging_device())
+
+    def landing(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
+        """See `WeightSink.landing`: memory for the pieces alone."""
+        if self._planned is None or plan is not self._planned[1]:
+            raise UpdateRefused("the model is no longer as it was when the transfer was planned")
+        if self._pieces is None:
+            return {name: tensor.view(-1) for name, tensor in self._laid_out().items()}
+        self._staged, self._layout = {}, ()
+        return self._pieces.memory()
+
+    def landed(self, plan: LoadPlan) -> None:
+        """See `WeightSink.landed`."""
+        self.received(meta.name for meta in plan.sources)
+        self._by_regions = self._pieces is not None
 
     def prepare(self) -> None:
         """See `WeightSink.prepare`."""
@@ -179,7 +247,10 @@ class VLLMSink(WeightSink):
         in_place = self._installation is not None
         try:
             installation = self._open()
-            if not in_place:
+            if self._by_regions:
+                assert self._pieces is not None
+                self._pieces.feed(installation.load, self._staging_device())
+            elif not in_place:
                 installation.load(self._staged.items())
             installation.finish()
         except BaseException:
@@ -199,7 +270,7 @@ class VLLMSink(WeightSink):
         if installation is not None:
             installation.abandon()
         if retire:
-            self._staged, self._layout = {}, ()
+            self._give_up_staging()
         self._spec, self._dirty = None, False
 
     def checksums(self) -> dict[str, str]:

@@ -21,6 +21,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from weightwire.errors import UpdateRefused
 from weightwire.layout import ParamMeta, dtype_name
+from weightwire.load_plan import LoadPlan
+from weightwire.recording import record_loads
 from weightwire.sink import UpdateSpec
 
 _LISTED = 5
@@ -69,6 +71,15 @@ class Twin:
         if strict and not self._quantized:
             coverage.check_complete(full=spec.scope == "full")
 
+    def record(self, metadata: tuple[ParamMeta, ...]) -> LoadPlan:
+        """Which elements of these tensors the loader takes.
+
+        Raises:
+            ValueError: A parameter has storage after all.
+        """
+        with set_current_vllm_config(self._config):
+            return record_loads(self._model, metadata)
+
 
 class _Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the elements of each parameter that are written, and remembers what is being loaded."""
@@ -112,7 +123,7 @@ class _Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not missing:
             return
         listed = ", ".join(map(repr, missing[:_LISTED])) + (", ..." if len(missing) > _LISTED else "")
-        rule = "a full update must bring every parameter" if full else "a partial update must bring whole layers"
+        rule = "a full update must bring every parameter" if full else "an update must bring whole layers"
         raise UpdateRefused(
             f"{rule}; for {len(missing)} of vLLM's parameters something is missing: {listed}", parameter=missing[0]
         )

@@ -1,0 +1,79 @@
+"""What the loader of a live model does, found out on a copy, and whether regions of an update land in it directly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightwire.dtensor import is_dtensor
+from weightwire.layout import ParamMeta
+from weightwire.load_plan import LoadPlan
+from weightwire.module_twin import meta_twin
+from weightwire.piece_staging import PieceStaging
+from weightwire.recorded_install import fill, storages
+from weightwire.recording import record_loads
+
+Structure = tuple[tuple[str, torch.dtype, torch.Size, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """What a model's loader does with a checkpoint.
+
+    Attributes:
+        metadata: The checkpoint.
+        structure: The model's tensors when it was recorded.
+        plan: Where an update lands.
+        pieces: Where it lands if the loader has to run: for opaque modules, and where parameters are no plain storage.
+        covered: Names of tensors of which the plan replaces everything.
+    """
+
+    metadata: tuple[ParamMeta, ...]
+    structure: Structure
+    plan: LoadPlan
+    pieces: PieceStaging | None
+    covered: frozenset[str]
+
+    def fits(self, model: Any, metadata: tuple[ParamMeta, ...]) -> bool:
+        """Whether it still holds."""
+        return self.metadata == metadata and self.structure == _structure(model)
+
+
+def record(model: Any, metadata: tuple[ParamMeta, ...]) -> Recorded | None:
+    """Record the loader of `model`, which is not touched; None where no copy of it can be made that loads."""
+    if not isinstance(model, nn.Module):
+        return None
+    try:
+        twin = meta_twin(model)
+    except Exception:  # noqa: BLE001  the attributes of somebody's model may raise anything
+        return None
+    loader: Any = twin.load_weights
+    if not isinstance(loader, MethodType) or loader.__self__ is not twin:
+        return None
+    plan = record_loads(twin, metadata)
+    plain = not any(is_dtensor(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    pieces = PieceStaging(plan, torch.device("cpu")) if plan.opaque or not plain else None
+    unfilled = {name for name, _ in plan.unfilled}
+    covered = frozenset(view.name for target in plan.targets if target.name not in unfilled for view in target.views)
+    return Recorded(metadata, _structure(model), pieces.plan if pieces else plan, pieces, covered)
+
+
+def _structure(model: nn.Module) -> Structure:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return tuple((name, tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in named)
+
+
+def ready_storages(plan: LoadPlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The flat storages that a plan without opaque modules writes, its constants already there.
+
+    Raises:
+        UpdateRefused: See `storages`.
+    """
+    flat = storages(plan, tensors)
+    fill(plan, flat)
+    return flat

@@ -1,0 +1,139 @@
+"""The moves of one rank, or of all, as columns of integers; how they are cut into messages; their digests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightwire_m2n.source_layout import Integers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Writes:
+    """Where what a worker receives goes; one or more rows for each of its moves, in their order.
+
+    `target.as_strided(repeat_sizes + sizes, repeat_strides + strides, offset).copy_(piece.view(sizes))`, with the
+    sizes of the move. Axes are filled up in front with size 1 and stride 0.
+
+    Attributes:
+        move: Row of the move.
+        target: What the demand calls its target.
+        offset: In elements of it.
+        strides: Shape (rows, axes).
+        repeat_sizes: Shape (rows, repeated axes): each element is written along them again.
+        repeat_strides: Shape (rows, repeated axes).
+    """
+
+    move: Integers
+    target: Integers
+    offset: Integers
+    strides: Integers
+    repeat_sizes: Integers
+    repeat_strides: Integers
+
+    def __len__(self) -> int:
+        return len(self.move)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """Moves in the one order that all ranks follow: by parameter, cell, receiver, piece.
+
+    A move is `shard.as_strided(sizes, strides, offset)` of the sender's local shard, contiguous on the wire.
+
+    Attributes:
+        parameter: Index into the metadata.
+        cell: Of the parameter, by row-major order of where cells start.
+        sender: Trainer rank.
+        receiver: Worker rank.
+        piece: Ordinal within (parameter, cell, receiver).
+        nbytes: On the wire.
+        direct: 1 where it is contiguous in the shard and in its one target.
+        offset: In elements of the sender's shard.
+        sizes: Shape (rows, axes), filled up in front with 1.
+        strides: Shape (rows, axes), in elements of the shard, filled up in front with 0.
+        message: Ordinal of its message among those of its (sender, receiver).
+        place: Byte at which it begins in the message.
+        writes: On the worker's side; None in a trainer rank's part.
+    """
+
+    parameter: Integers
+    cell: Integers
+    sender: Integers
+    receiver: Integers
+    piece: Integers
+    nbytes: Integers
+    direct: Integers
+    offset: Integers
+    sizes: Integers
+    strides: Integers
+    message: Integers
+    place: Integers
+    writes: Writes | None = None
+
+    def __len__(self) -> int:
+        return len(self.parameter)
+
+    @property
+    def columns(self) -> dict[str, Integers]:
+        """The columns that both sides of a pair know."""
+        return {name: getattr(self, name) for name in _COLUMNS}
+
+    def messages(self) -> Iterator[NDArray[np.intp]]:
+        """The rows of each message, messages in the order of their first rows: the order in which ranks walk them."""
+        if len(self):
+            keys = np.stack([self.sender, self.receiver, self.message], axis=1)
+            _, first, group = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+            order = np.argsort(first[group.reshape(-1)], kind="stable")
+            ends = np.flatnonzero(np.diff(group.reshape(-1)[order])) + 1
+            yield from np.split(order, ends)
+
+    def pair_digests(self) -> dict[tuple[int, int], str]:
+        """The SHA-256 of what each (sender, receiver) agreed to move, how and in which messages."""
+        if not len(self):
+            return {}
+        rows = np.column_stack(list(self.columns.values())).astype("<i8")
+        order = np.lexsort((self.receiver, self.sender))
+        pairs = np.stack([self.sender, self.receiver], axis=1)[order]
+        starts = np.concatenate([[0], np.flatnonzero(np.diff(pairs, axis=0).any(axis=1)) + 1])
+        return {
+            (int(pairs[start, 0]), int(pairs[start, 1])): hashlib.sha256(part.tobytes()).hexdigest()
+            for start, part in zip(starts, np.split(rows[order], starts[1:]), strict=True)
+        }
+
+
+_COLUMNS = (
+    "parameter", "cell", "sender", "receiver", "piece", "nbytes", "direct", "offset", "sizes", "strides", "message",
+    "place",
+)  # fmt: skip
+
+
+def cut_messages(
+    pair: Integers, nbytes: Integers, alone: NDArray[np.bool_], itemsize: Integers, most: int
+) -> tuple[Integers, Integers]:
+    """Cut the moves of each pair, in order, into messages of at most `most` bytes.
+
+    Args:
+        pair: Anything that tells the pairs apart.
+        nbytes: Of each move.
+        alone: It is a message of its own, of any size.
+        itemsize: A move begins at a multiple of it within its message, or begins a message: nothing is padded.
+        most: No move that is not alone is larger.
+
+    Returns:
+        For each move the ordinal of its message within its pair, and the byte at which it begins in it.
+    """
+    message, place = np.zeros(len(pair), np.int64), np.zeros(len(pair), np.int64)
+    state: dict[int, tuple[int, int]] = {}  # of each pair: the messages begun, and the bytes in the one that is open
+    rows = zip(pair.tolist(), nbytes.tolist(), alone.tolist(), itemsize.tolist(), strict=True)
+    for row, (key, size, by_itself, aligned) in enumerate(rows):
+        begun, filled = state.get(key, (0, most))
+        if by_itself or filled + size > most or filled % aligned:
+            begun, filled = begun + 1, 0
+        message[row], place[row] = begun - 1, filled
+        state[key] = begun, most if by_itself else filled + size
+    return message, place
