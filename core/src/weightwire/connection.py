@@ -49,6 +49,13 @@ class Connection:
         return link is not None and link.alive
 
     @property
+    def end(self) -> str:
+        """Why it does not stand, in words."""
+        link = self.engine.link if self.engine is not None else None
+        failure = link.rendezvous.failure if link is not None else None
+        return "its trainer is gone" if failure is None else f"its link was lost: {failure}"
+
+    @property
     def backend(self) -> str | None:
         """The transport in use, or the only one that may be."""
         return self.engine.backend if self.engine is not None else self._wanted

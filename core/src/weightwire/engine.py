@@ -153,7 +153,7 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
                 link.hello(deadline, distribution=type(self).__module__.partition(".")[0], payload=self.describe())
                 if self.needs_load_plans:
                     self._exchange_load_plans(link, deadline)
-                link.agree_on_plan(self.plan_digest(init_info), deadline)
+                self._agree_on_plan(link, init_info, deadline)
                 self._connect(link, init_info, deadline)
                 link.connected(deadline)
         except BaseException:
@@ -167,6 +167,14 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
         except WeightwireError as refusal:
             error = refusal
         self.load_plans = self._known_plans.exchange(link.rendezvous, deadline, own, error=error)
+
+    def _agree_on_plan(self, link: Link, init_info: TInitInfo, deadline: Deadline) -> None:
+        digest, error = "", None
+        try:
+            digest = self.plan_digest(init_info)
+        except WeightwireError as refusal:  # the others hear why, instead of that this rank has left
+            error = refusal
+        link.agree_on_plan(digest, deadline, error=error)
 
     def _connect(self, link: Link, init_info: TInitInfo, deadline: Deadline) -> None:
         try:

@@ -106,13 +106,14 @@ class Link:
         }
         self._agree("hello", deadline, agree=agree, payload={"distribution": distribution, **payload})
 
-    def agree_on_plan(self, digest: str, deadline: Deadline) -> None:
-        """Compare the digest of the plan.
+    def agree_on_plan(self, digest: str, deadline: Deadline, *, error: WeightwireError | None = None) -> None:
+        """Compare the digest of the plan; with `error` say why there is none here.
 
         Raises:
             HandshakeError: Sender and receiver derived different plans.
+            WeightwireError: A rank has none; its own words.
         """
-        self._agree("plan", deadline, agree={"plan": digest})
+        self._agree("plan", deadline, agree={"plan": digest} if error is None else {}, error=error)
 
     def connected(self, deadline: Deadline) -> None:
         """Say that the data plane stands here, and wait until it stands everywhere."""
@@ -161,8 +162,10 @@ class Link:
         *,
         agree: Mapping[str, Any] | None = None,
         payload: Any = None,
+        error: WeightwireError | None = None,
     ) -> None:
-        self.rendezvous.exchange(phase, deadline=deadline, agree=agree or {}, payload=payload).raise_failed()
+        outcome = self.rendezvous.exchange(phase, deadline=deadline, agree=agree or {}, payload=payload, error=error)
+        outcome.raise_failed()
 
 
 def base_error(base: Mapping[str, Any] | None, held: Revision) -> WeightwireError | None:

@@ -18,7 +18,7 @@ from weightwire.piece_staging import PieceStaging
 from weightwire.recorded_install import fill, storages
 from weightwire.recording import record_loads
 
-Structure = tuple[tuple[str, torch.dtype, torch.Size, tuple[int, ...]], ...]
+Structure = tuple[tuple[str, torch.dtype, torch.Size, tuple[int, ...], int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,11 @@ def record(model: Any, metadata: tuple[ParamMeta, ...]) -> Recorded | None:
 
 def _structure(model: nn.Module) -> Structure:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return tuple((name, tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in named)
+    first: dict[int, int] = {}  # tied tensors have one number
+    return tuple(
+        (name, tensor.dtype, tensor.shape, tensor.stride(), first.setdefault(id(tensor), len(first)))
+        for name, tensor in named
+    )
 
 
 def ready_storages(plan: LoadPlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

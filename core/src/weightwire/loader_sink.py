@@ -25,6 +25,7 @@ from weightwire.module_update import Plan, Rebind, check_complete
 from weightwire.recorded_install import tensors_of
 from weightwire.scan import scan
 from weightwire.sink import CommitMode, CommitReport, Staging, UpdateSpec, WeightSink
+from weightwire.staging_area import StagingArea
 
 
 class LoaderSink(WeightSink):
@@ -65,6 +66,12 @@ class LoaderSink(WeightSink):
         self._retired = False
         """Whether late bytes may still arrive in the twin."""
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of memory for pieces allocated since the last `begin`; twins are not counted."""
+        pieces = self._recorded.pieces if self._recorded is not None else None
+        return pieces.allocated_bytes if pieces is not None else 0
+
     def begin(self, spec: UpdateSpec) -> None:
         """See `WeightSink.begin`."""
         assert self._expected is None, "the previous update was neither committed nor aborted"
@@ -77,6 +84,8 @@ class LoaderSink(WeightSink):
         refuse_frozen(model)
         self._stale = None if self._twin is None else self._paired_with_twin(model)
         self._expected, self._came, self._full = expected, set(), spec.scope == "full"
+        if self._recorded is not None and self._recorded.pieces is not None:
+            self._recorded.pieces.allocated_bytes = 0
 
     def _paired_with_twin(self, model: nn.Module) -> tuple[Inventory, dict[Entry, Entry]]:
         live = scan(model)
@@ -225,18 +234,31 @@ class LoaderSink(WeightSink):
                 self._torn |= plan.half_copied
                 raise
         self._torn &= not self._full
-        report = replace(plan.report(began), in_place=len(self._came) if self._twin is None else 0)
+        in_place = len(self._came) if self._twin is None else 0
+        report = replace(plan.report(began), in_place=in_place, allocated_bytes=self.allocated_bytes)
         self._close()
         return report
 
     def abort(self, *, retire: bool = False) -> None:
-        """See `WeightSink.abort`."""
+        """See `WeightSink.abort`. In place, retiring rebinds the model, except with `commit="copy"`."""
         self._torn |= self._dirty
         if retire and self._recorded is not None:
             self._retired = True
             if self._recorded.pieces is not None:
                 self._recorded.pieces.forget()
+            elif self._dirty and self.options["commit"] != "copy":
+                self._move()
         self._close()
+
+    def _move(self) -> None:
+        """Rebind the live model to fresh copies of its storages, into which somebody may still write."""
+        with torch.inference_mode(False), torch.no_grad():
+            for group in scan(self._live_model()).groups:
+                if group.copied_because is None:
+                    for entry, fresh in zip(group.entries, StagingArea().new_views(group).tensors, strict=True):
+                        fresh.copy_(entry.local)
+                        for tensor in entry.tensors:
+                            tensor.data = fresh
 
     def _close(self) -> None:
         self._expected, self._plan, self._twins, self._stale, self._dirty = None, None, {}, None, False

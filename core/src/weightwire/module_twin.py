@@ -76,4 +76,5 @@ def _as(tensor: Tensor, data: Tensor) -> Tensor:
         return data
     if type(tensor) is nn.Parameter:
         return nn.Parameter(data, requires_grad=tensor.requires_grad)
-    return data.as_subclass(type(tensor)).requires_grad_(tensor.requires_grad)
+    # `as_subclass` would give a view, whose base counts as somebody that holds the storage.
+    return Tensor._make_subclass(type(tensor), data, tensor.requires_grad)

@@ -327,6 +327,11 @@ class BufferRing:
         return self._device
 
     @property
+    def length(self) -> int:
+        """Bytes of one buffer."""
+        return self._nbytes
+
+    @property
     def nbytes(self) -> int:
         """Memory of all buffers together, in bytes, once they have been needed."""
         return self._count * self._nbytes

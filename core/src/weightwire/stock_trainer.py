@@ -27,7 +27,8 @@ from weightwire.report import ProgressEvent, RankReport, TransferReport
 from weightwire.source import WeightSource
 from weightwire.source_reader import SourceReader
 from weightwire.stock_group import StockGroup
-from weightwire.trainer import TrainerWeightTransferEngine, TTrainerInitInfo
+from weightwire.trainer import TrainerWeightTransferEngine
+from weightwire.trainer_link import TTrainerInitInfo
 
 
 class StockTrainer(TrainerWeightTransferEngine[TTrainerInitInfo]):

@@ -388,7 +388,7 @@ class Worker:
         if self.session.lease_expired:
             reason = "its trainer was silent past the deadline of start_weight_update"
         elif self.session.update == "open" and not self.linked:
-            reason = "its trainer is gone"
+            reason = self._connection.end
         else:
             return
         error = TransferAborted(f"the update was dropped: {reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from weightwire.layout import ParamMeta, Placement, Replicate, Shard
 from weightwire.region import Region
 from weightwire.region_boxes import merge_axes
 from weightwire_m2n.demands import Demand, Workers
-from weightwire_m2n.moves import Moves
+from weightwire_m2n.moves import Moves, segments
 from weightwire_m2n.planner import Plan
 from weightwire_m2n.source_layout import SourceLayout
 
@@ -170,37 +171,52 @@ def loaded(scene: Scene, worker: int, full: list[Array]) -> dict[int, Array]:
     return found
 
 
-def send(scene: Scene, rank: int, moves: Moves, full: list[Array]) -> dict[tuple[int, int, int], bytes]:
+Wire = dict[tuple[int, int, int], list[bytes]]
+"""The segments of each message, by sender, receiver and ordinal."""
+
+
+def send(scene: Scene, rank: int, moves: Moves, full: list[Array]) -> Wire:
     """The messages of a trainer rank, from its shards alone."""
-    wire: dict[tuple[int, int, int], bytes] = {}
+    wire: Wire = {}
     for rows in moves.messages():
-        message = b""
+        packed: dict[int, bytes] = {}
         for row in rows.tolist():
             meta = scene.metadata[int(moves.parameter[row])]
             shard = full[int(moves.parameter[row])].reshape(meta.shape)[meta.box(rank).slices()]
             region = Region(
                 int(moves.offset[row]), tuple(moves.sizes[row].tolist()), tuple(moves.strides[row].tolist())
             )
-            piece = strided(np.ascontiguousarray(shard).reshape(-1), region).tobytes()
+            packed[row] = piece = strided(np.ascontiguousarray(shard).reshape(-1), region).tobytes()
             assert len(piece) == moves.nbytes[row]
-            assert len(message) == moves.place[row]
-            assert len(message) % meta.dtype.itemsize == 0
-            message += piece
-        assert len(message) <= scene.buffer or (len(rows) == 1 and moves.direct[rows[0]])
-        wire[rank, int(moves.receiver[rows[0]]), int(moves.message[rows[0]])] = message
+            assert moves.place[row] % meta.dtype.itemsize == 0
+        check_places(scene, moves, rows.tolist())
+        parts = segments(moves.nbytes[rows].tolist(), scene.large)
+        found = [b"".join(packed[int(rows[at])] for at in part) for part in parts]
+        wire[rank, int(moves.receiver[rows[0]]), int(moves.message[rows[0]])] = found
     return wire
 
 
-def receive(scene: Scene, worker: int, moves: Moves, wire: dict[tuple[int, int, int], bytes]) -> dict[int, Array]:
+def check_places(scene: Scene, moves: Moves, rows: list[int]) -> None:
+    """Pieces fit a buffer, side by side, and small ones have no gaps; a larger one is a message by itself."""
+    places = sorted((int(moves.place[row]), int(moves.nbytes[row])) for row in rows)
+    assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(places))
+    assert places[-1][0] + places[-1][1] <= scene.buffer or (len(rows) == 1 and moves.direct[rows[0]])
+    small = [(int(moves.place[row]), int(moves.nbytes[row])) for row in rows if moves.nbytes[row] < scene.large]
+    assert [start for start, _ in small] == [0, *itertools.accumulate(size for _, size in small)][: len(small)]
+
+
+def receive(scene: Scene, worker: int, moves: Moves, wire: Wire) -> dict[int, Array]:
     """A worker's targets after its messages, each of which is consumed; no element is written twice."""
     found = memories(scene, worker)
     counts = {target: np.zeros(memory.shape, np.int64) for target, memory in found.items()}
     pieces: dict[int, bytes] = {}
     for rows in moves.messages():
         message = wire.pop((int(moves.sender[rows[0]]), worker, int(moves.message[rows[0]])))
-        for row in rows.tolist():
-            pieces[row] = message[int(moves.place[row]) :][: int(moves.nbytes[row])]
-        assert sum(len(pieces[row]) for row in rows.tolist()) == len(message)
+        parts = segments(moves.nbytes[rows].tolist(), scene.large)
+        for segment, part in zip(message, parts, strict=True):
+            for row in (int(rows[at]) for at in part):
+                pieces[row], segment = segment[: int(moves.nbytes[row])], segment[int(moves.nbytes[row]) :]
+            assert not segment
     writes = moves.writes
     assert writes is not None
     for k in range(len(writes)):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from plugins.m2n.tests.random_scenes import (
     Scene,
+    Wire,
     loaded,
     random_meta,
     random_scene,
@@ -49,11 +50,16 @@ def lower_bound(scene: Scene) -> int:
 
 def check_scene(scene: Scene) -> None:
     plan, full = scene.plan(), tensors(scene)
-    wire: dict[tuple[int, int, int], bytes] = {}
+    wire: Wire = {}
     parts = [plan.for_trainer(rank) for rank in range(scene.trainers)]
     for rank, part in enumerate(parts):
         wire |= send(scene, rank, part, full)
-    assert sum(map(len, wire.values())) == plan.coverage.wire == plan.coverage.lower_bound == lower_bound(scene)
+    assert (
+        sum(len(part) for message in wire.values() for part in message)
+        == plan.coverage.wire
+        == plan.coverage.lower_bound
+        == lower_bound(scene)
+    )
     assert plan.sent == [int(part.nbytes.sum()) for part in parts]
     digests = {pair: digest for part in parts for pair, digest in part.pair_digests().items()}
     for worker in range(len(scene.demands)):

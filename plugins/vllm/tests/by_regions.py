@@ -18,35 +18,57 @@ from weightwire.sink import UpdateSpec
 
 
 def rounds(state: State, folder: Path, family: str, ranks: int) -> list[dict[str, Any]]:
-    """On each rank two models, one updated by regions and one in full, twice; what became of them."""
+    """On each rank a model that is updated by regions, one in full, and one that starts with the new weights."""
     os.environ.update(ENVIRONMENT)
     checkpoints = [make_checkpoint(folder, family, seed=seed) for seed in (1, 2, 3)]
     return [_one_rank(vllm_config, checkpoints) for vllm_config in each_rank(folder, ranks)]
 
 
 def _one_rank(vllm_config: Any, checkpoints: list[dict[str, Tensor]]) -> dict[str, Any]:
-    *checkpoints, first = checkpoints
-    models = [loaded(vllm_config, first) for _ in range(2)]
+    models = [loaded(vllm_config, checkpoints[0]) for _ in range(2)]
     by_regions, in_full = (_sink(model, vllm_config) for model in models)
-    told: dict[str, Any] = {"differs": [], "moved": [], "allocated": [], "same plan": []}
     metadata = _metadata(checkpoints[0])
     plan = by_regions.load_plan(metadata)
-    for tensors in checkpoints:
-        before = {name: parameter.detach().clone() for name, parameter in models[0].named_parameters()}
-        by_regions.begin(UpdateSpec(metadata))
-        told["same plan"].append(by_regions.load_plan(metadata) is plan)
-        _fill(plan, by_regions.landing(plan), tensors)
-        by_regions.landed(plan)
-        by_regions.prepare()
-        told["allocated"].append(by_regions.commit().allocated_bytes)
-        in_full.begin(UpdateSpec(metadata))
-        in_full.load(tensors.items())
-        in_full.prepare()
-        in_full.commit()
-        told["differs"] += differing(*models)
-        told["moved"].append(sum(not torch.equal(before[name], one) for name, one in models[0].named_parameters()))
-    nbytes = sum(tensor.nbytes for tensor in checkpoints[0].values())
-    return {**told, "parameters": len(before), "in full": nbytes, "allocated in full": in_full.allocated_bytes}
+    told: dict[str, Any] = {
+        "allocated": [],
+        "differs": [],
+        "unmoved": list(plan.unmoved),
+        "pieces": sum(target.size * target.dtype.itemsize for target in plan.targets),
+        "in full": sum(tensor.nbytes for tensor in checkpoints[0].values()),
+    }
+    for tensors in (checkpoints[1], checkpoints[2]):
+        told["allocated"].append(_update_by_regions(by_regions, plan, tensors))
+        _update_in_full(in_full, tensors)
+        told["differs"] += differing(*models) + differing(models[0], loaded(vllm_config, tensors))
+    by_regions.begin(UpdateSpec(metadata))
+    by_regions.landing(plan)
+    by_regions.abort(retire=True)
+    told["differs"] += differing(*models)
+    for tensors in (checkpoints[1], checkpoints[0]):
+        told["allocated"].append(_update_by_regions(by_regions, plan, tensors))
+    told["allocated"].append(_update_in_full(by_regions, checkpoints[1]))
+    _update_in_full(in_full, checkpoints[1])
+    told["differs"] += differing(*models)
+    changed = differing(models[0], loaded(vllm_config, checkpoints[0]))
+    told["as before"] = [name for name, _ in models[0].named_parameters() if name not in changed]
+    return told
+
+
+def _update_by_regions(sink: Any, plan: LoadPlan, tensors: dict[str, Tensor]) -> int:
+    metadata = _metadata(tensors)
+    sink.begin(UpdateSpec(metadata))
+    assert sink.load_plan(metadata) is plan
+    _fill(plan, sink.landing(plan), tensors)
+    sink.landed(plan)
+    sink.prepare()
+    return int(sink.commit().allocated_bytes)
+
+
+def _update_in_full(sink: Any, tensors: dict[str, Tensor]) -> int:
+    sink.begin(UpdateSpec(_metadata(tensors)))
+    sink.load(tensors.items())
+    sink.prepare()
+    return int(sink.commit().allocated_bytes)
 
 
 def _sink(model: nn.Module, vllm_config: Any, **options: Any) -> Any:
@@ -71,14 +93,32 @@ def _fill(plan: LoadPlan, landing: dict[str, Tensor], tensors: dict[str, Tensor]
         )
 
 
+def in_full_after_all(state: State, folder: Path) -> dict[str, Any]:
+    """Updates by regions that bring everything whole: another dtype, and a model that has no twin."""
+    os.environ.update(ENVIRONMENT)
+    old, new = (make_checkpoint(folder, "Llama", seed=seed) for seed in (1, 2))
+    wide = {name: tensor.float() for name, tensor in new.items()}
+    told: dict[str, Any] = {}
+    for vllm_config in each_rank(folder, 1):
+        plain = loaded(vllm_config, new)
+        for kind, tensors, options in (("cast", wide, {"cast": True}), ("no twin", new, {})):
+            model = loaded(vllm_config, old)
+            sink = _sink(model, vllm_config, **options)
+            sink.unchecked = "it has none" if kind == "no twin" else None
+            plan = sink.load_plan(_metadata(tensors))
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            told[kind] = {"more": _update_by_regions(sink, plan, tensors) - nbytes}
+            told[kind]["differs"] = differing(model, plain)
+    return told
+
+
 def refusals(state: State, folder: Path) -> dict[str, str]:
     """What is said of plans that cannot be, by kind; nothing of it may reach the model."""
     os.environ.update(ENVIRONMENT)
     tensors = make_checkpoint(folder, "Llama")
     said: dict[str, str] = {}
     for vllm_config in each_rank(folder, 1):
-        model = loaded(vllm_config, tensors)
-        metadata = _metadata(tensors)
+        model, metadata = loaded(vllm_config, tensors), _metadata(tensors)
         changes = {
             "shape": {"model.norm.weight": (127,)},
             "name": {"model.nothing.weight": (3,)},
@@ -91,7 +131,6 @@ def refusals(state: State, folder: Path) -> dict[str, str]:
         float32 = [ParamMeta(meta.name, torch.float32, meta.shape) for meta in metadata]
         said["dtype"] = _refused(_sink(model, vllm_config), float32)
         said["none"] = _refused(_sink(model, vllm_config, staging="none"), metadata)
-        said["cast"] = str([one.reason for one in _sink(model, vllm_config, cast=True).load_plan(float32).opaque][:1])
         sink = _sink(model, vllm_config)
         plan = sink.load_plan(metadata)
         sink.load_plan(metadata[:1])

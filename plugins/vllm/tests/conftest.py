@@ -14,7 +14,8 @@ from torch import nn
 from plugins.vllm.tests.scene import START_SECONDS, Server, TinyModel, tiny_model, trainer_for
 from weightwire.errors import WeightwireError
 from weightwire.source import WeightSource
-from weightwire.testing.fixtures import pool, ranks
+from weightwire.testing.fixtures import borrowing, pool, ranks
+from weightwire.testing.pool import Rank, RankPool
 
 __all__ = ["pool", "ranks"]
 
@@ -87,6 +88,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(START_SECONDS + 60))
     if len(mine) == len(items):
         items.sort(key=lambda item: "server" not in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="module")
+def process(pool: RankPool, request: pytest.FixtureRequest) -> Iterator[Rank]:
+    """One rank for all tests of a module: it takes long to import vLLM."""
+    for borrow in borrowing(pool, request.node.nodeid, strict=False):
+        yield borrow(1)[0]
 
 
 Connect = Callable[..., Any]

@@ -68,10 +68,10 @@ class TinyModel:
         return tuple(out[0, len(prompt) :].tolist())
 
 
-def tiny_model(folder: Path, seed: int, **config: Any) -> TinyModel:
-    """Make a Qwen2 of two layers with random weights: 4 heads, 2 key/value heads, 27 parameters, 1 MB."""
+def tiny_model(folder: Path, seed: int, family: str = "Qwen2", **config: Any) -> TinyModel:
+    """Make a model of two layers with random weights: 4 heads, 2 key/value heads; a Qwen2 has 27 parameters, 1 MB."""
+    import transformers
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     options: dict[str, Any] = {
         "vocab_size": 512,
@@ -90,9 +90,10 @@ def tiny_model(folder: Path, seed: int, **config: Any) -> TinyModel:
     }
     vocabulary = {f"<{place}>": place for place in range(512)}
     tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<0>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<0>").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<0>").save_pretrained(folder)
     torch.manual_seed(seed)
-    module = Qwen2ForCausalLM(Qwen2Config(**{**options, **config})).eval()
+    made = getattr(transformers, f"{family}Config")(**{**options, **config})
+    module = getattr(transformers, f"{family}ForCausalLM")(made).eval()
     module.save_pretrained(folder)
     return TinyModel(module, folder)
 
@@ -216,7 +217,7 @@ def trainer_for(client: Any, weights: nn.Module | WeightSource, backend: str, **
     """A trainer engine; silent and stuck peers are noticed soon."""
     source = ModuleSource(weights) if isinstance(weights, nn.Module) else weights
     options: dict[str, Any] = {"peer_timeout": 3.0, "timeout": 60.0, **info}
-    if backend == "nccl":
+    if backend != "ipc":
         options = {"stall_limit": 2.0, **options}
     init_info = engine_class("trainer", backend).init_info_cls(**options)
     return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)

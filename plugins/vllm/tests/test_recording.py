@@ -9,14 +9,13 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: ./dev test --vllm")
 
 from plugins.vllm.tests import twins
-from weightwire.testing.fixtures import BorrowRanks
+from weightwire.testing.pool import Rank
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 
 @pytest.mark.parametrize("family", twins.FAMILIES)
-def test_recorded_loading_is_plain_loading(family: str, ranks: BorrowRanks, tmp_path: Path) -> None:
-    (process,) = ranks(1)
+def test_recorded_loading_is_plain_loading(family: str, process: Rank, tmp_path: Path) -> None:
     shares = {}
     for size in (1, 2):
         for told in process.call(twins.compare, tmp_path, family, size, timeout=120):

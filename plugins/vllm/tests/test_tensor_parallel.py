@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: ./dev test --vllm")
 
-from plugins.vllm.tests.conftest import Connect, Models
-from plugins.vllm.tests.scene import Server
+from core.tests.distributed_ranks import process_group
+from plugins.vllm.tests import sharded_trainer
+from plugins.vllm.tests.conftest import TWO_RANKS, Connect, Lineup, Models
+from plugins.vllm.tests.scene import Server, tiny_model
 from plugins.vllm.tests.test_trainer_lost import lose_trainer
 from weightwire import StateDictSource
-from weightwire.errors import OrderError, WeightwireError
+from weightwire.errors import OrderError, UpdateRefused, WeightwireError
 from weightwire.testing.fixtures import BorrowRanks
 
 pytestmark = pytest.mark.vllm
@@ -32,7 +35,7 @@ def check_rounds(server: Server, models: Models, connect: Connect, backend: str)
     assert [worker["rank"] for worker in server.workers()] == [0, 1]
 
 
-@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+@pytest.mark.parametrize("backend", ["nccl", "ipc", "nccl_m2n"])
 def test_rounds(two_ranks: Server, models: Models, connect: Connect, backend: str) -> None:
     check_rounds(two_ranks, models, connect, backend)
 
@@ -52,12 +55,58 @@ def test_after_a_refusal(two_ranks: Server, models: Models, connect: Connect, ba
     check_rounds(two_ranks, models, connect, backend)
 
 
-@pytest.mark.parametrize(("backend", "point"), [("nccl", "trainer.begin"), ("ipc", "trainer.sent")])
+@pytest.mark.parametrize(
+    ("backend", "point"), [("nccl", "trainer.begin"), ("ipc", "trainer.sent"), ("nccl_m2n", "communicator.first_piece")]
+)
 def test_after_a_trainer_was_killed(
     ranks: BorrowRanks, two_ranks: Server, models: Models, connect: Connect, backend: str, point: str
 ) -> None:
     lose_trainer(ranks, two_ranks, models, backend, point, "kill")
     check_rounds(two_ranks, models, connect, backend)
+
+
+def check_regions(server: Server, models: Models, ranks: BorrowRanks, folder: Path) -> None:
+    """Two rounds from four ranks that hold a quarter of each parameter: a worker receives what its part needs."""
+    with process_group(ranks, 4, folder) as group:
+        port = group.ranks[0].call(sharded_trainer.hold_port)
+        group.run(sharded_trainer.shard, models.old.weights)
+        group.run(sharded_trainer.open_trainer, server.url, "nccl_m2n", port)
+        for number, model in enumerate((models.new, models.old)):
+            group.run(sharded_trainer.fill, model.weights)
+            report = group.run(sharded_trainer.send, f"regions-{number}")[0]
+            assert server.greedy() == model.greedy()
+            assert server.label() == f"regions-{number}"
+            workers = [rank for rank in report["ranks"] if "commit" in rank["seconds"]]
+            assert len(workers) == 2
+            for worker in workers:
+                assert worker["bytes"] < 0.6 * report["bytes"]
+                assert worker["details"]["opaque"] == []
+                assert worker["details"]["allocated_bytes"] == (0 if number else worker["bytes"])
+        group.run(sharded_trainer.close)
+
+
+def test_regions_from_a_sharded_trainer(two_ranks: Server, models: Models, ranks: BorrowRanks, tmp_path: Path) -> None:
+    check_regions(two_ranks, models, ranks, tmp_path)
+
+
+@pytest.mark.thorough
+def test_experts_from_a_sharded_trainer(
+    lineup: Lineup, ranks: BorrowRanks, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    made = [tiny_model(tmp_path_factory.mktemp("experts"), seed, "Qwen3Moe", **experts) for seed in (1, 2)]
+    models = Models(*made)
+    server = lineup.get(models.old.folder, *TWO_RANKS, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    check_regions(server, models, ranks, tmp_path_factory.mktemp("group"))
+
+
+def test_refused_when_a_trainer_connects(two_ranks: Server, models: Models, connect: Connect) -> None:
+    weights = {name: tensor.detach() for name, tensor in models.new.module.state_dict().items()}
+    weights["model.norm.weight"] = torch.zeros(127, dtype=torch.float32)
+    for _ in range(2):
+        with pytest.raises(UpdateRefused, match=r"model\.norm\.weight"):
+            connect(two_ranks.client, StateDictSource(weights), "nccl_m2n")
+    check_rounds(two_ranks, models, connect, "nccl_m2n")
 
 
 def test_a_worker_killed(two_ranks: Server, models: Models, connect: Connect) -> None:

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.vllm
 POINTS = {
     "nccl": ("trainer.begin", "communicator.first_piece", "trainer.sent"),
     "ipc": ("trainer.begin", "ipc.slot", "trainer.sent"),
+    "nccl_m2n": ("communicator.first_piece",),
 }
 
 

@@ -49,13 +49,16 @@ def compare(state: State, folder: Path, family: str, ranks: int) -> list[dict[st
 
 
 def make_checkpoint(folder: Path, family: str, *, seed: int = 7) -> dict[str, Tensor]:
-    """Random weights of a tiny model, in bf16; they are in the folder too."""
+    """Random weights of a tiny model, in bf16, none of them as another seed's; they are in the folder too."""
     import transformers
     from safetensors.torch import load_file
 
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
     made = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(std=0.3)
     made.to(torch.bfloat16).save_pretrained(folder)
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 

@@ -85,7 +85,7 @@ class M2NWeightTransferEngine(WeightTransferEngine[M2NWeightTransferInitInfo, M2
             device=self.device,
             deadline=deadline,
             hostname=link.rendezvous.local_address,
-            stall_limit=float(info.options.get("stall_limit", 5.0)),
+            stall_limit=float(info.options["stall_limit"]),
             piece_bytes=init_info.buffer_bytes,
             window=init_info.num_buffers,
             routes=routes(share.pairs, fleet),

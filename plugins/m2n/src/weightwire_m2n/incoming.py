@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from weightwire.collective import Communicator, Handle
 from weightwire.deadline import Deadline
 from weightwire.layout import ParamMeta
 from weightwire.packing import BufferRing, Slot
-from weightwire_m2n.moves import Moves, Writes
+from weightwire.source import as_bytes
+from weightwire_m2n.moves import Moves, Writes, segments
 from weightwire_m2n.planner import Plan
 from weightwire_m2n.planning import messages_of
 from weightwire_m2n.strided import as_integers, dense, stripped
@@ -34,6 +35,15 @@ class Write(NamedTuple):
     itemsize: int
 
 
+class Segment(NamedTuple):
+    """Bytes of a message that lie next to each other on the wire."""
+
+    start: int
+    stop: int
+    writes: tuple[Write, ...]
+    straight: bool  # it is received where it belongs
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """Bytes that come from one trainer rank at once.
@@ -41,17 +51,13 @@ class Message:
     Attributes:
         sender: Trainer rank.
         ordinal: Among those of this pair of ranks.
-        nbytes: Its size.
-        writes: Where the pieces go.
-        direct: It is contiguous in the one place that it goes to.
+        segments: In order.
         parameters: Places in the metadata, for messages.
     """
 
     sender: int
     ordinal: int
-    nbytes: int
-    writes: tuple[Write, ...]
-    direct: bool
+    segments: tuple[Segment, ...]
     parameters: tuple[int, ...]
 
 
@@ -73,21 +79,22 @@ def incoming_of(plan: Plan, metadata: Sequence[ParamMeta], rank: int) -> Incomin
     moves = plan.for_worker(rank)
     assert moves.writes is not None
     writes = _writes(moves, moves.writes, metadata)
+    nbytes, place = moves.nbytes.tolist(), moves.place.tolist()
     messages = []
     for rows in messages_of(moves):
-        mine = tuple(write for row in rows for write in writes[row])
-        direct = len(mine) == 1 and dense(mine[0].sizes, mine[0].strides) and mine[0].sizes == mine[0].piece_sizes
-        messages.append(
-            Message(
-                sender=int(moves.sender[rows[0]]),
-                ordinal=int(moves.message[rows[0]]),
-                nbytes=int(moves.place[rows[-1]] + moves.nbytes[rows[-1]]),
-                writes=mine,
-                direct=direct and len(rows) == 1,
-                parameters=tuple(dict.fromkeys(moves.parameter[rows].tolist())),
-            )
-        )
-    return Incoming(messages, int(moves.nbytes.sum()))
+        parts = []
+        for part in segments([nbytes[row] for row in rows], plan.large):
+            mine = [rows[at] for at in part]
+            to = tuple(write for row in mine for write in writes[row])
+            straight = len(mine) == 1 and nbytes[mine[0]] >= plan.large and len(to) == 1 and _is_straight(to[0])
+            parts.append(Segment(place[mine[0]], place[mine[-1]] + nbytes[mine[-1]], to, straight))
+        parameters = tuple(dict.fromkeys(moves.parameter[rows].tolist()))
+        messages.append(Message(int(moves.sender[rows[0]]), int(moves.message[rows[0]]), tuple(parts), parameters))
+    return Incoming(messages, sum(nbytes))
+
+
+def _is_straight(write: Write) -> bool:
+    return write.sizes == write.piece_sizes and dense(write.sizes, write.strides)
 
 
 def _writes(moves: Moves, writes: Writes, metadata: Sequence[ParamMeta]) -> list[list[Write]]:
@@ -121,8 +128,8 @@ def _writes(moves: Moves, writes: Writes, metadata: Sequence[ParamMeta]) -> list
 class _Arriving:
     message: Message
     handle: Handle
-    buffer: Tensor
-    slot: Slot | None = field(default=None)
+    buffers: list[Tensor]
+    slot: Slot | None
 
 
 class Receiving:
@@ -169,15 +176,18 @@ class Receiving:
             self._take()
 
     def _post(self, message: Message) -> None:
-        slot = None
-        if message.direct and self._memory[message.writes[0].target].device.type == self._ring.device.type:
-            buffer = self._part(message.writes[0]).view(-1).view(torch.uint8)
-        else:
-            while (slot := self._ring.try_acquire()) is None:
-                self._take()
-            buffer = slot.buffer[: message.nbytes]
-        handle = self._communicator.receive([buffer], self._sources[message.sender], deadline=self._deadline)
-        self._arriving.append(_Arriving(message, handle, buffer, slot))
+        slot, buffers = None, []
+        for segment in message.segments:
+            if segment.straight and self._memory[segment.writes[0].target].device.type == self._ring.device.type:
+                buffers.append(as_bytes(self._part(segment.writes[0])))
+            elif segment.stop > self._ring.length:
+                buffers.append(torch.empty(segment.stop - segment.start, dtype=torch.uint8, device=self._ring.device))
+            else:
+                while slot is None and (slot := self._ring.try_acquire()) is None:
+                    self._take()
+                buffers.append(slot.buffer[segment.start : segment.stop])
+        handle = self._communicator.receive(buffers, self._sources[message.sender], deadline=self._deadline)
+        self._arriving.append(_Arriving(message, handle, buffers, slot))
         while self._arriving and self._arriving[0].handle.done:
             self._take()
 
@@ -189,9 +199,16 @@ class Receiving:
         """Wait for the oldest message and put it where it belongs."""
         arrived = self._arriving.popleft()
         arrived.handle.wait(self._deadline)
-        self._checksums.add(self._number(arrived.message), [arrived.buffer])
+        self._checksums.add(self._number(arrived.message), arrived.buffers)
+        for segment, buffer in zip(arrived.message.segments, arrived.buffers, strict=True):
+            if segment.straight and buffer.untyped_storage().data_ptr() == self._storage(segment.writes[0]):
+                continue
+            for write in segment.writes:
+                start = write.place - segment.start
+                piece = as_integers(buffer[start : start + write.nbytes], write.itemsize)
+                self._part(write).copy_(piece.view(write.piece_sizes))
         if arrived.slot is not None:
-            for write in arrived.message.writes:
-                piece = arrived.buffer[write.place : write.place + write.nbytes]
-                self._part(write).copy_(as_integers(piece, write.itemsize).view(write.piece_sizes))
             arrived.slot.release()
+
+    def _storage(self, write: Write) -> int:
+        return self._memory[write.target].untyped_storage().data_ptr()

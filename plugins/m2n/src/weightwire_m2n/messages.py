@@ -75,11 +75,13 @@ class M2NTrainerInitInfo(TrainerInitInfo):
         buffer_bytes: Size of one buffer of the ring in which small pieces travel together. Between many ranks messages
             are smaller, so that what is open for all of a rank's peers stays within two rings.
         num_buffers: Number of buffers; also how many pieces of that size are in flight between one pair of ranks.
-        direct_bytes: From this size on a piece travels by itself, from its own storage and into it where it is
-            contiguous there.
+        direct_bytes: From this size on a piece goes from its own storage, and into it, where it is contiguous there;
+            smaller ones are packed.
         foreign: Names that no worker takes and that are not refused for it.
         layouts: Directory in which rank 0 leaves `source.json` and `workers.json` for `weightwire plan`, on every link.
-        stall_limit: Seconds without any progress after which a peer counts as stopped.
+        stall_limit: Seconds in which nothing moves between two ranks, after which whoever waits takes the other one
+            for stopped. None leaves it to the rendezvous, which misses a process that stops after `peer_timeout`: a
+            rank may have much to do with others before it is this one's turn.
 
     Raises:
         MessageError: Numbers that do not fit.
@@ -95,12 +97,12 @@ class M2NTrainerInitInfo(TrainerInitInfo):
     direct_bytes: int = field(default=DIRECT_BYTES, kw_only=True)
     foreign: list[str] = field(default_factory=list, kw_only=True)
     layouts: str | None = field(default=None, kw_only=True)
-    stall_limit: float = field(default=5.0, kw_only=True)
+    stall_limit: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sizes(self)
-        if self.stall_limit <= 0:
+        if self.stall_limit is not None and self.stall_limit <= 0:
             raise MessageError(f"stall_limit must be positive, got {self.stall_limit}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +57,7 @@ class Moves:
         sizes: Shape (rows, axes), filled up in front with 1.
         strides: Shape (rows, axes), in elements of the shard, filled up in front with 0.
         message: Ordinal of its message among those of its (sender, receiver).
-        place: Byte at which it begins in the message.
+        place: Byte at which it lies in a buffer of the message, where it is packed.
         writes: On the worker's side; None in a trainer rank's part.
     """
 
@@ -112,28 +112,53 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+def segments(nbytes: Sequence[int], large: int) -> list[list[int]]:
+    """How the moves of one message lie on the wire: the small ones next to each other, then each large one by itself.
+
+    Args:
+        nbytes: Of each move.
+        large: Bytes from which on a move is large.
+
+    Returns:
+        The places of the moves in the message, for each segment.
+    """
+    small = [place for place, size in enumerate(nbytes) if size < large]
+    alone = [[place] for place, size in enumerate(nbytes) if size >= large]
+    return [small, *alone] if small else alone
+
+
 def cut_messages(
-    pair: Integers, nbytes: Integers, alone: NDArray[np.bool_], itemsize: Integers, most: int
+    pair: Integers, nbytes: Integers, itemsize: Integers, most: int, large: int
 ) -> tuple[Integers, Integers]:
-    """Cut the moves of each pair, in order, into messages of at most `most` bytes.
+    """Cut the moves of each pair, in order, into messages of at most `most` bytes; a larger move is one by itself.
 
     Args:
         pair: Anything that tells the pairs apart.
         nbytes: Of each move.
-        alone: It is a message of its own, of any size.
-        itemsize: A move begins at a multiple of it within its message, or begins a message: nothing is padded.
-        most: No move that is not alone is larger.
+        itemsize: A small move begins at a multiple of it, or begins a message: between them nothing is padded.
+        most: Bytes.
+        large: Bytes from which on a move is a segment of its own.
 
     Returns:
-        For each move the ordinal of its message within its pair, and the byte at which it begins in it.
+        For each move the ordinal of its message within its pair, and where it is put if it is packed into a buffer of
+        `most` bytes: small ones from its beginning, large ones from its end.
     """
     message, place = np.zeros(len(pair), np.int64), np.zeros(len(pair), np.int64)
-    state: dict[int, tuple[int, int]] = {}  # of each pair: the messages begun, and the bytes in the one that is open
-    rows = zip(pair.tolist(), nbytes.tolist(), alone.tolist(), itemsize.tolist(), strict=True)
-    for row, (key, size, by_itself, aligned) in enumerate(rows):
-        begun, filled = state.get(key, (0, most))
-        if by_itself or filled + size > most or filled % aligned:
-            begun, filled = begun + 1, 0
-        message[row], place[row] = begun - 1, filled
-        state[key] = begun, most if by_itself else filled + size
+    state: dict[int, tuple[int, int, int]] = {}  # of each pair: the messages begun, where small ones end, large begin
+    rows = zip(pair.tolist(), nbytes.tolist(), itemsize.tolist(), strict=True)
+    for row, (key, size, aligned) in enumerate(rows):
+        begun, low, high = state.get(key, (0, most, 0))
+        room = size if size < large else size + -size % _ALIGNMENT
+        if low + room > high or (size < large and low % aligned):
+            begun, low, high = begun + 1, 0, max(most - most % _ALIGNMENT, room)
+        if size < large:
+            place[row], low = low, low + size
+        else:
+            high -= room
+            place[row] = high
+        message[row], state[key] = begun - 1, (begun, low, high)
     return message, place
+
+
+_ALIGNMENT = 16
+"""Bytes at which large moves begin: of the widest element."""

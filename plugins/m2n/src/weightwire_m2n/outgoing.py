@@ -1,13 +1,13 @@
-"""What one trainer rank sends, and how: parameter after parameter, into messages that go when they are full.
+"""What one trainer rank sends, and how: parameter after parameter, into messages that go when they are complete.
 
-A parameter is let go of as soon as its pieces are on their way, so a source may make its tensors while they are asked
-for. At most one message for each worker is open at a time.
+A parameter is let go of when the messages with its pieces have gone, so a source may make its tensors while they are
+asked for. At most one message for each worker is open at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from weightwire.deadline import Deadline
 from weightwire.layout import ParamMeta
 from weightwire.packing import BufferRing, Slot
 from weightwire.source import as_bytes
+from weightwire_m2n.moves import segments
 from weightwire_m2n.planner import Plan
 from weightwire_m2n.planning import messages_of
 from weightwire_m2n.strided import as_integers, dense, stripped
@@ -28,21 +29,24 @@ class Piece(NamedTuple):
     """Elements of a shard that go to one worker: `shard.as_strided(sizes, strides, offset)`."""
 
     message: int
+    segment: int
     place: int
     nbytes: int
     offset: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+    dense: bool  # it is contiguous in the shard
+    straight: bool  # it goes from its own storage
     last: bool  # of its message
 
 
 class Message(NamedTuple):
-    """Bytes that go to one worker at once."""
+    """Bytes that go to one worker at once: segments, each packed or straight from a shard."""
 
     worker: int
     ordinal: int  # among those of this pair of ranks
     nbytes: int
-    direct: bool  # one piece that is contiguous in its shard
+    packed: tuple[tuple[int, int] | None, ...]  # of each segment where it is packed, or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +74,38 @@ def outgoing_of(plan: Plan, metadata: Sequence[ParamMeta], rank: int) -> Outgoin
     messages: list[Message] = []
     by_row: dict[int, Piece] = {}
     for rows in messages_of(moves):
-        size, alone = place[rows[-1]] + nbytes[rows[-1]], len(rows) == 1
-        for row in rows:
-            piece = Piece(len(messages), place[row], nbytes[row], offset[row], *axes[row], row == rows[-1])
-            by_row[row] = piece
-        first = rows[0]
-        direct = alone and dense(*axes[first])
-        messages.append(Message(int(moves.receiver[first]), int(moves.message[first]), size, direct))
+        packed: list[tuple[int, int] | None] = []
+        for number, part in enumerate(segments([nbytes[row] for row in rows], plan.large)):
+            mine = [rows[at] for at in part]
+            straight = nbytes[mine[0]] >= plan.large and dense(*axes[mine[0]])
+            packed.append(None if straight else (place[mine[0]], place[mine[-1]] + nbytes[mine[-1]]))
+            for row in mine:
+                by_row[row] = Piece(
+                    message=len(messages),
+                    segment=number,
+                    place=place[row],
+                    nbytes=nbytes[row],
+                    offset=offset[row],
+                    sizes=axes[row][0],
+                    strides=axes[row][1],
+                    dense=dense(*axes[row]),
+                    straight=straight,
+                    last=row == rows[-1],
+                )
+        size = sum(nbytes[row] for row in rows)
+        messages.append(Message(int(moves.receiver[rows[0]]), int(moves.message[rows[0]]), size, tuple(packed)))
     pieces: dict[int, list[Piece]] = {}
     for row in sorted(by_row):
         pieces.setdefault(parameter[row], []).append(by_row[row])
     return Outgoing(messages, pieces, sum(nbytes))
+
+
+@dataclass(slots=True)
+class _Open:
+    """A message that is not complete."""
+
+    slot: Slot | None = None
+    straight: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Sending:
@@ -117,7 +142,7 @@ class Sending:
         self._checksums = checksums
         self._number = number
         self._tell = tell
-        self._open: dict[int, Slot] = {}
+        self._open: dict[int, _Open] = {}
         self.sent = 0
 
     def send(self, parameter: int, shard: Tensor) -> None:
@@ -130,27 +155,40 @@ class Sending:
         pieces = self._outgoing.pieces.get(parameter)
         if pieces is None:
             return
-        plain = shard.detach().contiguous().resolve_conj().resolve_neg()
-        flat = as_integers(as_bytes(plain), shard.dtype.itemsize)
+        plain, itemsize = shard.detach().contiguous().resolve_conj().resolve_neg(), shard.dtype.itemsize
+        content = as_bytes(plain)
+        elements = as_integers(content, itemsize)
+        base = elements.storage_offset()
         for piece in pieces:
-            message = self._outgoing.messages[piece.message]
-            view = flat.as_strided(piece.sizes, piece.strides, flat.storage_offset() + piece.offset)
-            if message.direct:
-                self._post(message, as_bytes(view), None)
-                continue
-            slot = self._open.get(piece.message) or self._opened(piece.message)
-            room = slot.buffer[piece.place : piece.place + piece.nbytes]
-            as_integers(room, shard.dtype.itemsize).view(piece.sizes).copy_(view)
+            begun = self._open.get(piece.message)
+            if begun is None:
+                begun = self._open[piece.message] = _Open()
+            if piece.straight:
+                start = piece.offset * itemsize
+                begun.straight[piece.segment] = content[start : start + piece.nbytes]
+            else:
+                begun.slot = begun.slot or self._ring.acquire(self._deadline)
+                room = begun.slot.buffer[piece.place : piece.place + piece.nbytes]
+                if piece.dense:
+                    start = piece.offset * itemsize
+                    room.copy_(content[start : start + piece.nbytes])
+                else:
+                    view = elements.as_strided(piece.sizes, piece.strides, base + piece.offset)
+                    as_integers(room, itemsize).view(piece.sizes).copy_(view)
             if piece.last:
-                self._post(message, slot.buffer[: message.nbytes], self._open.pop(piece.message))
+                self._post(self._outgoing.messages[piece.message], self._open.pop(piece.message))
 
-    def _opened(self, message: int) -> Slot:
-        slot = self._open[message] = self._ring.acquire(self._deadline)
-        return slot
-
-    def _post(self, message: Message, buffer: Tensor, slot: Slot | None) -> None:
-        self._checksums.add(self._number(message), [buffer])
-        handle = self._communicator.send([buffer], [self._offset + message.worker], deadline=self._deadline)
+    def _post(self, message: Message, complete: _Open) -> None:
+        slot = complete.slot
+        buffers = []
+        for segment, packed in enumerate(message.packed):
+            if packed is None:
+                buffers.append(complete.straight[segment])
+            else:
+                assert slot is not None
+                buffers.append(slot.buffer[packed[0] : packed[1]])
+        self._checksums.add(self._number(message), buffers)
+        handle = self._communicator.send(buffers, [self._offset + message.worker], deadline=self._deadline)
         if slot is not None:
             slot.release(after=handle)
         self.sent += message.nbytes

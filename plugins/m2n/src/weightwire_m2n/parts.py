@@ -31,7 +31,7 @@ def assemble(
         wanted: Of each entry, where the receiver's writes are wanted as well.
         axes: Axes of a piece, and of its repeats.
         buffer: Bytes of a message at most.
-        large: Bytes from which on a move is a message of its own.
+        large: Bytes from which on a move is a segment of its own.
     """
     lengths = np.array([len(each.rows) for each in blocks], np.int64)
     keys = np.repeat(np.array(entries, np.int64).reshape(-1, 4), lengths, axis=0)
@@ -39,9 +39,8 @@ def assemble(
     parameter, cell, sender, receiver = keys.T.copy()
     piece, nbytes, direct, itemsize, offset = rows[:, :5].T.copy()
     sizes, strides = rows[:, 5 : 5 + axes[0]].copy(), rows[:, 5 + axes[0] :].copy()
-    alone = nbytes >= large
     pair = sender * (int(receiver.max(initial=0)) + 1) + receiver
-    message, place = cut_messages(pair, nbytes, alone, itemsize, buffer)
+    message, place = cut_messages(pair, nbytes, itemsize, buffer, large)
     writes = None if wanted is None else _writes(lengths, blocks, wanted, axes)
     return Moves(
         parameter, cell, sender, receiver, piece, nbytes, direct, offset, sizes, strides, message, place, writes

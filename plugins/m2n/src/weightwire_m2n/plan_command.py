@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import sys
@@ -39,7 +40,12 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0; 1 where an update would be refused, since nobody takes a parameter; 2 where the call or a file is wrong.
     """
-    options = _parser().parse_args(list(arguments))
+    parser = _parser()
+    options = parser.parse_args(list(arguments))
+    if options.parameter is not None and options.png is None:
+        parser.error("--parameter is the one to draw: say where with --png FILE")
+    collects = gc.isenabled()
+    gc.disable()  # there is little garbage among what may be millions of objects
     try:
         return _run(options)
     except WeightwireError as error:
@@ -48,6 +54,9 @@ def main(arguments: Sequence[str]) -> int:
         if options.json:
             print(json.dumps({"error": {"type": type(error).__name__, "message": words}}, indent=2))
         return 2
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the traffic, and one parameter on both sides")
     parser.add_argument("--parameter", metavar="NAME", help="the one to draw: by default the largest that is sharded")
     parser.add_argument("--speed", type=_speed, default=10.0, metavar="GIB_PER_S", help="of a rank; %(default)g")
-    parser.add_argument("--buffer", type=int, default=BUFFER_BYTES, metavar="BYTES", help="the engine's buffer_bytes; %(default)d")
+    parser.add_argument(
+        "--buffer", type=int, default=BUFFER_BYTES, metavar="BYTES", help="the engine's buffer_bytes; %(default)d"
+    )
     parser.add_argument("--no-strict", dest="strict", action="store_false", help="let parameters be that nobody takes")
     parser.add_argument(
         "--foreign", action="append", default=[], metavar="NAME", help="a parameter that nobody has to take; repeatable"

@@ -170,7 +170,8 @@ def _label(axes: Any, owners: Integers, projection: Projection, words: Sequence[
         middle = where.mean(axis=0)
         y, x = where[np.abs(where - middle).sum(axis=1).argmin()] if _scattered(where) else middle
         y, x = y / rows, x / columns
-        y = min(max(y, 0.05), 0.95)
+        if not 0.04 < y < 0.96:
+            continue
         x = min(max(x, 0.006 * len(word) + 0.01), 1 - 0.006 * len(word) - 0.01)
         if all(abs(y - v) > 0.12 or abs(x - u) > 0.0068 * (len(word) + size) + 0.02 for v, u, size in taken):
             taken.append((y, x, len(word)))

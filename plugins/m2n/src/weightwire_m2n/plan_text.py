@@ -44,7 +44,7 @@ def _summary(found: PlanReport) -> Iterator[str]:
             f"in {_count(found.busiest.messages, 'message')}; {_count(found.links, 'link')} in use"
         )
     if found.opaque_bytes:
-        yield f"in full           {shown_bytes(found.opaque_bytes)}, for modules whose loading is not written down"
+        yield f"in full           {shown_bytes(found.opaque_bytes)} of it, for modules that cannot be recorded"
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

@@ -75,7 +75,7 @@ class Plan:
         trainers: How many trainer ranks there are.
         workers: What every worker rank wants.
         buffer: Bytes of a message at most, unless it is one contiguous move.
-        large: Bytes from which on a move is a message of its own.
+        large: Bytes from which on a move travels by itself within its message, see `segments`.
 
     Raises:
         MetadataError: A parameter has owners that are no trainer ranks, or a demand does not fit its parameter.

@@ -15,7 +15,7 @@ def weightwire_transport() -> TransportSpec:
         aliases=("m2n",),
         api_version=(1, 0),
         wire_version=1,
-        capabilities=frozenset({"full", "local", "multi_sender", "reshard", "cpu", "cuda"}),
+        capabilities=frozenset({"full", "multi_sender", "nccl_m2n.reshard", "cpu", "cuda"}),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -19,6 +19,9 @@ from weightwire_m2n.messages import M2NTrainerInitInfo, message_bytes
 from weightwire_m2n.outgoing import Outgoing, Sending, new_ring, outgoing_of
 from weightwire_m2n.planning import Share, Shares
 from weightwire_m2n.routing import message_number, routes
+
+_NO_LIMIT: Final = 86400.0
+"""Seconds; every operation ends with its deadline anyway."""
 
 
 class M2NTrainerWeightTransferEngine(TrainerWeightTransferEngine[M2NTrainerInitInfo]):
@@ -53,7 +56,11 @@ class M2NTrainerWeightTransferEngine(TrainerWeightTransferEngine[M2NTrainerInitI
 
     def link_options(self) -> dict[str, Any]:
         """What may go to nobody, and how long to wait for a peer that does not move."""
-        return {"stall_limit": self.init_info.stall_limit, "foreign": self.init_info.foreign}
+        return {"stall_limit": self._stall_limit, "foreign": self.init_info.foreign}
+
+    @property
+    def _stall_limit(self) -> float:
+        return self.init_info.stall_limit or _NO_LIMIT
 
     def plan_digest(self) -> str:
         """Digest of who sends what to whom."""
@@ -99,7 +106,7 @@ class M2NTrainerWeightTransferEngine(TrainerWeightTransferEngine[M2NTrainerInitI
             device=device,
             deadline=deadline,
             hostname=self.rendezvous.local_address,
-            stall_limit=info.stall_limit,
+            stall_limit=self._stall_limit,
             piece_bytes=info.buffer_bytes,
             window=info.num_buffers,
             routes=routes(share.pairs, self.fleet),

@@ -29,11 +29,35 @@ class Installation:
         self._model: nn.Module = model
         self._model_config = model_config
         self._vllm_config = vllm_config
+        self._kernels: list[tuple[Any, Any]] = []
 
     def open(self) -> None:
         """Put every layer aside, to be built anew."""
         with torch.no_grad(), set_current_vllm_config(self._vllm_config):
             initialize_layerwise_reload(self._model)
+        self._put_kernels_aside()
+
+    def _put_kernels_aside(self) -> None:
+        """Have the kernels of experts on a CPU made anew.
+
+        Weights are packed for one only while it is made: vLLM's reload, which keeps it, leaves weights as in the
+        checkpoint where it expects packed ones.
+        """
+        for layer in self._model.modules():
+            method: Any = getattr(layer, "quant_method", None)
+            kernel = getattr(method, "moe_kernel", None)
+            tensors = [
+                tensor for tensors in get_layerwise_info(layer).kernel_tensors or () for tensor in tensors.values()
+            ]
+            if kernel is not None and tensors and all(tensor.device.type == "cpu" for tensor in tensors):
+                self._kernels.append((method, kernel))
+                method.moe_kernel = None
+
+    def _put_kernels_back(self) -> None:
+        """Those of layers that nothing came for."""
+        for method, kernel in self._kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
 
     def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Hand tensors to the model's loader, which may keep them until `finish`."""
@@ -44,6 +68,7 @@ class Installation:
         """Process what waited for more, and put back what nothing came for."""
         with torch.no_grad(), set_current_vllm_config(self._vllm_config):
             finalize_layerwise_reload(self._model, self._model_config)
+        self._put_kernels_back()
 
     def abandon(self) -> None:
         """Put back the old tensors of every layer that has not been replaced: some layers are new, the others old.
@@ -58,5 +83,6 @@ class Installation:
             if info.kernel_tensors is not None:
                 _place_kernel_tensors(layer, info)
             info.reset()
+        self._put_kernels_back()
         if hasattr(self._model, "_original_do_torchao_reload"):
             self._model._do_torchao_reload = self._model._original_do_torchao_reload

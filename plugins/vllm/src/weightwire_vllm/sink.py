@@ -261,7 +261,7 @@ class VLLMSink(WeightSink):
         self._spec = None
         seconds = time.perf_counter() - began
         counts = {"in_place": count} if in_place else {"copied": count, "copied_because": {"vLLM's reload": count}}
-        return CommitReport(seconds=seconds, allocated_bytes=self._allocated, **counts)
+        return CommitReport(seconds=seconds, allocated_bytes=self.allocated_bytes, **counts)
 
     def abort(self, *, retire: bool = False) -> None:
         """See `WeightSink.abort`."""

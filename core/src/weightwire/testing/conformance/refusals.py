@@ -68,13 +68,18 @@ _RETYPED: Final[Payload] = (Item("norm.weight", (33,)), *small()[1:])
 
 
 def _model_does_not_fit(stage: Stage, holds: Payload, name: str) -> None:
-    scene = stage.scene(small(), holds=holds)
+    """Refused when the link is opened, by a transport that plans there, or else when the round begins."""
+    scene = stage.scene(small(), holds=holds, opened=False)
+    opened = False
     for _ in range(2):
-        (sending,) = scene.send(1)
         what = f"with a model whose {name!r} does not fit"
-        error = scene.error_of(sending, what)
+        error = None if opened else scene.start_open()[0].exception(SECONDS)
+        if error is None:
+            opened = True
+            (sending,) = scene.send(1)
+            error = scene.error_of(sending, what)
         if not isinstance(error, UpdateRefused):
-            raise Nonconforming(f"{what}: send_weights raised no UpdateRefused but {type(error).__name__}: {error}")
+            raise Nonconforming(f"{what}: no UpdateRefused was raised but {type(error).__name__}: {error}")
         require_words(error, [name], what)
         scene.check_old(scene.workers, 1, after=what)
 
