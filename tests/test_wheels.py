@@ -34,6 +34,12 @@ engine.shutdown()
 WORKS: Final = {
     "weightwire-nccl": ROUND.format(module="weightwire_nccl", info="NCCLTrainerInitInfo"),
     "weightwire-ipc": ROUND.format(module="weightwire_ipc", info="IPCTrainerInitInfo"),
+    "weightwire-m2n": ROUND.format(module="weightwire_m2n", info="M2NTrainerInitInfo")
+    + """
+from weightwire.command import main
+
+assert main(["plan", "--help"]) == 0
+""",
     "weightwire-server": """
 import torch
 from weightwire import Worker

@@ -1,6 +1,7 @@
 """A worker's end of one link to a trainer: the phases that every transport goes through, over the rendezvous.
 
 hello      who is here, and does everybody expect the same
+targets    what each worker loads, for a transport that plans from it (see `KnownPlans`); then `load-plans`
 plan       sender and receiver derived the same plan (its digest)
 connected  the data plane stands
 begin-n    round n may start: every worker takes what is coming

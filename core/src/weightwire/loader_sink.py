@@ -155,6 +155,10 @@ class LoaderSink(WeightSink):
             self._came.add(name)
             yield name, tensor
 
+    def _noted(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for self._last, tensor in pairs:
+            yield self._last, tensor
+
     # By regions
 
     def load_plan(self, metadata: Sequence[ParamMeta]) -> LoadPlan:
@@ -183,7 +187,9 @@ class LoaderSink(WeightSink):
             super().landed(plan)
             return
         if (pieces := self._recorded.pieces) is not None:
-            self._run_loader(lambda loader: pieces.feed(loader.load_weights, torch.device("cpu")))
+            self._run_loader(
+                lambda loader: pieces.feed(lambda pairs: loader.load_weights(self._noted(pairs)), torch.device("cpu"))
+            )
         self._came.update(meta.name for meta in plan.sources)
 
     def prepare(self) -> None:

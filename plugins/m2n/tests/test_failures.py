@@ -8,7 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from plugins.m2n.tests.fleet import Named, State, Trainers, boxes, drive, heard, held, info, loaded, sent_by, serve
+from plugins.m2n.tests.fleet import (
+    Named,
+    Pairs,
+    State,
+    Trainers,
+    boxes,
+    change,
+    drive,
+    heard,
+    held,
+    info,
+    loaded,
+    sent_by,
+    serve,
+)
 from weightwire.clients.fanout import FanoutClient
 from weightwire.errors import PeerLost
 from weightwire.layout import ParamMeta
@@ -40,18 +54,26 @@ def one(state: State, index: int, count: int, worker: int) -> Named:
 
 
 class Scene:
-    """Three trainer ranks and three servers, linked, with one round behind them."""
+    """Three trainer ranks and three servers."""
 
     def __init__(self, ranks: BorrowRanks) -> None:
         lent = ranks(2 * SIDE)
         self.trainers, self.workers = lent[:SIDE], lent[SIDE:]
         self.clients = [serve([rank], one, place) for place, rank in enumerate(self.workers)]
+
+    def linked(self) -> Scene:
+        """With one round behind them."""
         self.open(self.trainers)
         report = self.fleet.send(1)
         assert sum(map(bool, sent_by(report, "worker rank"))) == SIDE - 1
         self.check(self.workers, 1)
+        return self
 
     def open(self, trainers: list[Rank]) -> None:
+        self.start_open(trainers)
+        self.fleet.opened()
+
+    def start_open(self, trainers: list[Rank]) -> None:
         self.trainers = trainers
         self.fleet = Trainers(
             trainers,
@@ -62,7 +84,7 @@ class Scene:
             buffer_bytes=1 << 15,
             peer_timeout=PEER_TIMEOUT,
             foreign=[meta.name for meta in METADATA],
-        ).opened()
+        )
 
     def check(self, workers: list[Rank], seed: int) -> None:
         for rank in workers:
@@ -126,7 +148,7 @@ class Scene:
     ],
 )
 def test_a_worker_killed(ranks: BorrowRanks, worker: int, point: str) -> None:
-    scene = Scene(ranks)
+    scene = Scene(ranks).linked()
     lost = scene.workers[worker]
     scene.fail(lost, f"worker rank {worker}", point, "kill", NOTICED)
     scene.send_without(lost)
@@ -134,7 +156,7 @@ def test_a_worker_killed(ranks: BorrowRanks, worker: int, point: str) -> None:
 
 @pytest.mark.parametrize(("worker", "point"), [(1, FIRST), pytest.param(2, "worker.vote", marks=thorough)])
 def test_a_worker_stopped(ranks: BorrowRanks, worker: int, point: str) -> None:
-    scene = Scene(ranks)
+    scene = Scene(ranks).linked()
     lost = scene.workers[worker]
     scene.fail(lost, f"worker rank {worker}", point, "stop", STOP_NOTICED)
     scene.send_without(lost)
@@ -154,7 +176,7 @@ def test_a_worker_stopped(ranks: BorrowRanks, worker: int, point: str) -> None:
     ],
 )
 def test_a_trainer_rank_killed(ranks: BorrowRanks, trainer: int, point: str) -> None:
-    scene = Scene(ranks)
+    scene = Scene(ranks).linked()
     lost = scene.trainers[trainer]
     scene.fail(lost, f"trainer rank {trainer}", point, "kill", NOTICED)
     (new,) = ranks(1)
@@ -166,9 +188,79 @@ def test_a_trainer_rank_killed(ranks: BorrowRanks, trainer: int, point: str) -> 
     [(1, FIRST), pytest.param(0, FIRST, marks=thorough), pytest.param(2, "trainer.begin", marks=thorough)],
 )
 def test_a_trainer_rank_stopped(ranks: BorrowRanks, trainer: int, point: str) -> None:
-    scene = Scene(ranks)
+    scene = Scene(ranks).linked()
     lost = scene.trainers[trainer]
     scene.fail(lost, f"trainer rank {trainer}", point, "stop", STOP_NOTICED)
     lost.kill()
     (new,) = ranks(1)
     scene.send_with(new, lost)
+
+
+@pytest.mark.parametrize("side", ["worker", pytest.param("trainer", marks=thorough)])
+def test_a_rank_killed_while_it_connects(ranks: BorrowRanks, side: str) -> None:
+    """Also those that connect to nobody hear of it."""
+    scene = Scene(ranks)
+    lost = (scene.workers if side == "worker" else scene.trainers)[1]
+    lost.at("communicator.connected", "kill")
+    scene.start_open(scene.trainers)
+    lost.reached("communicator.connected", 20)
+    began = time.monotonic()
+    for rank, call in zip(scene.trainers, scene.fleet.opening, strict=True):
+        if rank is not lost:
+            error = call.exception(20)
+            assert isinstance(error, PeerLost), error
+            assert f"{side} rank 1" in str(error)
+            assert call.ended is not None
+            assert call.ended - began < NOTICED
+    (new,) = ranks(1)
+    if side == "worker":
+        scene.workers[1] = new
+        scene.clients[1] = serve([new], one, 1)
+        scene.linked()
+        scene.fleet.close()
+    else:
+        scene.send_with(new, lost)
+
+
+class Moody(Named):
+    """Takes nothing while it is in a bad mood; else it casts, so that it has to run."""
+
+    bad = False
+
+    def load_weights(self, pairs: Pairs) -> None:
+        for name, tensor in pairs:
+            if self.bad:
+                raise KeyError("not today")
+            self.get_parameter(name).data.copy_(tensor.to(torch.int32))
+
+
+def moody(state: State, index: int, count: int) -> Named:
+    return Moody(METADATA[-1:], ["spare"])
+
+
+def spoil(model: Any) -> None:
+    Moody.bad = True  # its twin's mood, too
+
+
+def soothe(model: Any) -> None:
+    Moody.bad = False
+
+
+def test_a_loader_that_raises_is_quoted(ranks: BorrowRanks) -> None:
+    first, second, *workers = ranks(4)
+    metadata = [ParamMeta("spare", torch.uint8, (5,), owners=(1,))]
+    clients = [serve([workers[0]], moody), serve([workers[1]], one, 0)]
+    fleet = Trainers([first, second], FanoutClient(clients), boxes, metadata, "partial").opened()
+    fleet.send(1)
+    before = [rank.call(held) for rank in workers]
+    workers[0].call(change, spoil)
+    for error in fleet.send_in_vain(2):
+        assert "worker rank 0" in str(error)
+        assert "load_weights of Moody raised at 'spare': KeyError: 'not today'" in str(error)
+    for rank, old in zip(workers, before, strict=True):
+        assert rank.call(info)["weights"] == "whole"
+        assert rank.call(held) == old
+    workers[0].call(change, soothe)
+    assert fleet.send(3)["reinitialised"]
+    assert workers[0].call(held) == loaded(metadata, ["spare"], 3)
+    fleet.close()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from plugins.m2n.tests.fleet import BoxSource, Named, digests, loaded
 from weightwire.clients.local import LocalClient
-from weightwire.errors import MessageError, MetadataError, Unsupported
+from weightwire.collective import TorchCommunicator
+from weightwire.errors import MessageError, MetadataError, TransferError, Unsupported
 from weightwire.layout import ParamMeta
 from weightwire.registry import WeightTransferTrainerFactory
 from weightwire.worker import Worker
@@ -98,4 +100,31 @@ def test_patches_are_not_sent() -> None:
     engine = trainer_of(client, metadata)
     with pytest.raises(Unsupported, match="whole weights, not patches"):
         engine.send_weights([])
+    engine.shutdown()
+
+
+def test_a_bit_that_changed_on_the_way_is_found() -> None:
+    metadata = [bf16("a", 60), bf16("b", 60), bf16("c", 60)]
+    model, client = in_process(metadata)
+    engine = trainer_of(client, metadata, checksum=True, buffer_bytes=128, direct_bytes=100)
+    before = digests(model)
+    honest = TorchCommunicator.send
+    sent = 0
+
+    def corrupting(self: TorchCommunicator, buffers: list[torch.Tensor], *args: Any, **options: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        if sent == 2:
+            buffers = [buffer.clone() for buffer in buffers]
+            buffers[0][7] ^= 1
+        return honest(self, buffers, *args, **options)
+
+    with (
+        mock.patch.object(TorchCommunicator, "send", corrupting),
+        pytest.raises(TransferError, match="the bytes of b changed on the way"),
+    ):
+        engine.send_weights()
+    assert digests(model) == before
+    assert engine.send_weights().verified
+    assert digests(model) == loaded(metadata, ["a", "b", "c"], 1)
     engine.shutdown()

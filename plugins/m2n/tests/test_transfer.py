@@ -116,8 +116,8 @@ def test_pipeline_stages_and_experts(ranks: BorrowRanks) -> None:
     fleet.close()
 
 
-def test_replicas_share_the_sending(ranks: BorrowRanks) -> None:
-    first, second, *workers = ranks(4)
+def test_replicas_share_the_sending(strict_ranks: BorrowRanks) -> None:
+    first, second, *workers = strict_ranks(4)
     metadata = [bf16(f"w{number}", 30, owners=(0, 1)) for number in range(4)] + [bf16("everywhere", 30)]
     takes = [[meta.name for meta in metadata]] * 2
     client = FanoutClient([serve([rank], named, metadata, takes) for rank in workers])

@@ -112,6 +112,25 @@ def in_full_after_all(state: State, folder: Path) -> dict[str, Any]:
     return told
 
 
+def without_experts(state: State, folder: Path) -> dict[str, Any]:
+    """Updates that leave the experts alone, one that commits and one that is dropped half-way: what is lost."""
+    os.environ.update(ENVIRONMENT)
+    old, new = (make_checkpoint(folder, "Qwen3Moe", seed=seed) for seed in (1, 2))
+    norm = {name: new[name] for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight")}
+    told: dict[str, Any] = {}
+    for vllm_config in each_rank(folder, 1):
+        for kind, options in (("committed", {}), ("dropped", {"staging": "none"})):
+            model, fresh = (loaded(vllm_config, old) for _ in range(2))
+            sink = _sink(model, vllm_config, **options)
+            sink.begin(UpdateSpec(_metadata(norm), scope="partial"))
+            sink.load(norm.items())
+            sink.prepare()
+            sink.commit() if kind == "committed" else sink.abort()
+            kernels = [getattr(one, "moe_kernel", one) for one in model.modules()]
+            told[kind] = {"differs": differing(model, fresh), "without a kernel": kernels.count(None)}
+    return told
+
+
 def refusals(state: State, folder: Path) -> dict[str, str]:
     """What is said of plans that cannot be, by kind; nothing of it may reach the model."""
     os.environ.update(ENVIRONMENT)
@@ -119,7 +138,7 @@ def refusals(state: State, folder: Path) -> dict[str, str]:
     said: dict[str, str] = {}
     for vllm_config in each_rank(folder, 1):
         model, metadata = loaded(vllm_config, tensors), _metadata(tensors)
-        changes = {
+        changes: dict[str, dict[str, Any]] = {
             "shape": {"model.norm.weight": (127,)},
             "name": {"model.nothing.weight": (3,)},
             "part of a layer": {"model.layers.1.self_attn.k_proj.weight": None},

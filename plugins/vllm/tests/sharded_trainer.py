@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
@@ -35,7 +36,7 @@ def shard(state: State, weights: Path) -> None:
                 module.add_module(part, nn.Module())
             module = module.get_submodule(part)
         module.register_parameter(last, nn.Parameter(tensor))
-    mesh = distributed.init_device_mesh("cpu", (distributed.get_world_size(),))
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     for block in model.get_submodule("model.layers").children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -33,6 +33,12 @@ def test_what_only_the_loader_can_do_comes_in_full(process: Rank, tmp_path: Path
     assert told == {kind: {"more": 0, "differs": []} for kind in ("cast", "no twin")}
 
 
+def test_experts_that_nothing_came_for_stay_usable(process: Rank, tmp_path: Path) -> None:
+    told = process.call(by_regions.without_experts, tmp_path, timeout=120)
+    changed = ["model.layers.0.input_layernorm.weight", "model.norm.weight"]
+    assert told == {kind: {"differs": changed, "without a kernel": 0} for kind in ("committed", "dropped")}
+
+
 def test_refused_before_anything_is_planned(process: Rank, tmp_path: Path) -> None:
     said = process.call(by_regions.refusals, tmp_path, timeout=120)
     named = {

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from weightwire.packing import BufferRing, Slot
 from weightwire.source import as_bytes
 from weightwire_m2n.moves import Moves, Writes, segments
 from weightwire_m2n.planner import Plan
-from weightwire_m2n.planning import messages_of
 from weightwire_m2n.strided import as_integers, dense, stripped
 
 
@@ -81,7 +81,7 @@ def incoming_of(plan: Plan, metadata: Sequence[ParamMeta], rank: int) -> Incomin
     writes = _writes(moves, moves.writes, metadata)
     nbytes, place = moves.nbytes.tolist(), moves.place.tolist()
     messages = []
-    for rows in messages_of(moves):
+    for rows in map(np.ndarray.tolist, moves.messages()):
         parts = []
         for part in segments([nbytes[row] for row in rows], plan.large):
             mine = [rows[at] for at in part]

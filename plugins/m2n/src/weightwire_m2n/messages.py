@@ -10,7 +10,7 @@ from weightwire.messages import TrainerInitInfo, WeightTransferInitInfo, WeightT
 
 BUFFER_BYTES: Final = 8 << 20
 BUFFERS: Final = 4
-DIRECT_BYTES: Final = 256 << 10
+DIRECT_BYTES: Final = 1 << 20
 _SMALLEST_MESSAGE: Final = 64
 
 

@@ -84,12 +84,16 @@ class Moves:
         return {name: getattr(self, name) for name in _COLUMNS}
 
     def messages(self) -> Iterator[NDArray[np.intp]]:
-        """The rows of each message, messages in the order of their first rows: the order in which ranks walk them."""
+        """The rows of each message, messages in the order of their last rows: that in which they are complete.
+
+        All ranks walk them so.
+        """
         if len(self):
             keys = np.stack([self.sender, self.receiver, self.message], axis=1)
-            _, first, group = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-            order = np.argsort(first[group.reshape(-1)], kind="stable")
-            ends = np.flatnonzero(np.diff(group.reshape(-1)[order])) + 1
+            _, from_the_end, group = np.unique(keys[::-1], axis=0, return_index=True, return_inverse=True)
+            group = group.reshape(-1)[::-1]
+            order = np.argsort(-from_the_end[group], kind="stable")
+            ends = np.flatnonzero(np.diff(group[order])) + 1
             yield from np.split(order, ends)
 
     def pair_digests(self) -> dict[tuple[int, int], str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from weightwire.packing import BufferRing, Slot
 from weightwire.source import as_bytes
 from weightwire_m2n.moves import segments
 from weightwire_m2n.planner import Plan
-from weightwire_m2n.planning import messages_of
 from weightwire_m2n.strided import as_integers, dense, stripped
 
 
@@ -73,7 +73,7 @@ def outgoing_of(plan: Plan, metadata: Sequence[ParamMeta], rank: int) -> Outgoin
     axes = list(map(stripped, moves.sizes.tolist(), moves.strides.tolist()))
     messages: list[Message] = []
     by_row: dict[int, Piece] = {}
-    for rows in messages_of(moves):
+    for rows in map(np.ndarray.tolist, moves.messages()):
         packed: list[tuple[int, int] | None] = []
         for number, part in enumerate(segments([nbytes[row] for row in rows], plan.large)):
             mine = [rows[at] for at in part]

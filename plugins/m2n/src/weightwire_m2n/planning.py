@@ -12,7 +12,6 @@ from weightwire.layout import ParamMeta, metadata_digest
 from weightwire.load_plan import LoadPlan
 from weightwire_m2n.load_plans import workers_of
 from weightwire_m2n.messages import message_bytes
-from weightwire_m2n.moves import Moves
 from weightwire_m2n.planner import Coverage, Plan
 from weightwire_m2n.source_layout import SourceLayout
 
@@ -100,8 +99,3 @@ class Shares(Generic[T]):
             self._key = key
             self.made += 1
         return self._share
-
-
-def messages_of(moves: Moves) -> list[list[int]]:
-    """The rows of each message, in the order in which messages are complete: that in which every rank walks them."""
-    return sorted((rows.tolist() for rows in moves.messages()), key=lambda rows: rows[-1])
