@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from weightwire.deadline import Deadline
-from weightwire.errors import TransferError, WeightwireError
+from weightwire.errors import HandshakeError, TransferError, WeightwireError
 from weightwire.layout import ParamMeta, total_bytes
 from weightwire.link import Link, parse_metadata
 from weightwire.load_plan import LoadPlan
@@ -166,7 +166,12 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
             own = self.sink.load_plan(link.metadata)
         except WeightwireError as refusal:
             error = refusal
-        self.load_plans = self._known_plans.exchange(link.rendezvous, deadline, own, error=error)
+        try:
+            self.load_plans = self._known_plans.exchange(link.rendezvous, deadline, own, error=error)
+        except HandshakeError as broken:
+            # What another rank posted cannot be read here, and the next phase is where the others are.
+            link.fail(broken)
+            raise
 
     def _agree_on_plan(self, link: Link, init_info: TInitInfo, deadline: Deadline) -> None:
         digest, error = "", None

@@ -62,6 +62,7 @@ class LoaderSink(WeightSink):
         self._twins: dict[Entry, Entry] = {}
         self._plan: Plan | None = None
         self._stale: tuple[Inventory, dict[Entry, Entry]] | None = None
+        self._pairs: tuple[Inventory, dict[Entry, Entry]] | None = None
         self._recorded: Recorded | None = None
         self._retired = False
         """Whether late bytes may still arrive in the twin."""
@@ -83,6 +84,7 @@ class LoaderSink(WeightSink):
         model = self._live_model()
         refuse_frozen(model)
         self._stale = None if self._twin is None else self._paired_with_twin(model)
+        self._pairs = self._stale if self._stale and self._stale[1] else None
         self._expected, self._came, self._full = expected, set(), spec.scope == "full"
         if self._recorded is not None and self._recorded.pieces is not None:
             self._recorded.pieces.allocated_bytes = 0
@@ -126,7 +128,7 @@ class LoaderSink(WeightSink):
 
     def _run_loader(self, load: Callable[[Any], object]) -> None:
         """Have the twin, or without one the live model, load."""
-        self._dirty = self._twin is None
+        self._dirty, self._pairs = self._twin is None, None
         self._bring_twin_up_to_date()
         loader = self._live_model() if self._twin is None else self._twin
         self._last = None
@@ -201,8 +203,12 @@ class LoaderSink(WeightSink):
 
     def _exchange(self) -> Plan:
         """A plan that rebinds the live model to the storages of its twin."""
-        plan, live = Plan(), scan(self._live_model())
-        self._twins = _paired(live, scan(self._twin))
+        plan = Plan()
+        if self._pairs is not None and self._pairs[0].unchanged():  # and no loader has run
+            live, self._twins = self._pairs
+        else:
+            live = scan(self._live_model())
+            self._twins = _paired(live, scan(self._twin))
         always_copied = "commit='copy'" if self.options["commit"] == "copy" else None
         for group in live.groups:
             entries = [entry for entry in group.entries if entry in self._twins]
@@ -267,7 +273,8 @@ class LoaderSink(WeightSink):
                             tensor.data = fresh
 
     def _close(self) -> None:
-        self._expected, self._plan, self._twins, self._stale, self._dirty = None, None, {}, None, False
+        self._expected, self._plan, self._twins, self._dirty = None, None, {}, False
+        self._stale = self._pairs = None
 
     def checksums(self) -> dict[str, str]:
         """See `WeightSink.checksums`."""

@@ -35,7 +35,7 @@ def plan_of_pieces(recorded: LoadPlan) -> LoadPlan:
     """Every piece that a recorded plan needs lands contiguous in a target of its own, and so does each tensor in full.
 
     For hosts that feed their loader once everything is here, see `recorded_install.feed`. What the recorded plan says
-    of opaque modules and of what is not filled is kept.
+    of opaque modules is kept; constants and what is not filled are the loader's affair.
 
     Returns:
         A plan whose targets are those of `recorded.pieces`, then those of `recorded.full_sources`, in their order.

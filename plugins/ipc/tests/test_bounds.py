@@ -17,6 +17,7 @@ from plugins.ipc.tests.fleet import (
     open_trainer,
     send,
     send_often,
+    settled,
     zoo,
 )
 from weightwire.testing.fixtures import BorrowRanks
@@ -76,7 +77,8 @@ def test_workers_are_handed_no_memory_but_what_is_sent(ranks: BorrowRanks) -> No
     before = scene.workers[0].call(holdings)
     scene.trainer.call(share_another)
     scene.send()
-    assert scene.workers[0].call(holdings) == before
+    # Threads that closed the round's connections may still be on their way out.
+    settled(lambda: scene.workers[0].call(holdings) == before)
 
 
 @pytest.mark.thorough

@@ -87,17 +87,17 @@ def hello(member: Any = 0, secret: Any = HEX) -> bytes:
 
 @pytest.mark.parametrize("in_directory", [False, True])
 def test_members_come_in_any_order_from_their_own_processes(
-    strict_ranks: BorrowRanks, tmp_path: Path, in_directory: bool
+    strict_ranks: BorrowRanks, socket_directory: Path, in_directory: bool
 ) -> None:
     come_in: list[Rank] = strict_ranks(2)
-    with opened(tmp_path if in_directory else None) as doorway:
-        assert doorway.address.startswith(str(tmp_path) if in_directory else "@weightwire-")
+    with opened(socket_directory if in_directory else None) as doorway:
+        assert doorway.address.startswith(str(socket_directory) if in_directory else "@weightwire-")
         if in_directory:
             assert stat.S_IMODE(os.stat(doorway.address).st_mode) == 0o600
         coming = [rank.start(come, doorway.address, member) for member, rank in enumerate(reversed(come_in))]
         admit(doorway, 2)
         assert [call.result() for call in coming] == [os.getpid()] * 2
-    assert not list(tmp_path.iterdir())
+    assert not list(socket_directory.iterdir())
     with pytest.raises(HandshakeError, match="trainer rank 0 cannot be reached .*has the trainer ended"):
         come({}, "@weightwire-that-is-not-there", 0)
     for rank in come_in:

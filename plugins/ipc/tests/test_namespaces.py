@@ -69,20 +69,20 @@ def ask(running: subprocess.Popen[str], *words: Any) -> str:
     return running.stdout.readline()
 
 
-def test_another_network_namespace(tmp_path: Path) -> None:
+def test_another_network_namespace(socket_directory: Path) -> None:
     with process(require_unshare("-n"), KNOCKING) as other:
         with opened() as doorway:
             said = ask(other, doorway.address, SECRET.hex(), identity())
             assert said.startswith("HandshakeError")
             assert "different network namespaces" in said
             assert "socket_directory=" in said
-        with opened(tmp_path) as doorway:
+        with opened(socket_directory) as doorway:
             admitting = threading.Thread(target=admit, args=(doorway,))
             admitting.start()
             assert ask(other, doorway.address, SECRET.hex(), identity()) == "welcome\n"
             admitting.join()
-        said = ask(other, str(tmp_path / "gone"), SECRET.hex(), identity())
-        assert f"without a view of that directory: mount {tmp_path}" in said
+        said = ask(other, str(socket_directory / "gone"), SECRET.hex(), identity())
+        assert f"without a view of that directory: mount {socket_directory}" in said
 
 
 def become(state: State, user: int) -> None:

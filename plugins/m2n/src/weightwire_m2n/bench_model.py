@@ -62,6 +62,10 @@ class ShardedSource(WeightSource):
         """The shards."""
         yield from zip(self._payload.names, self.shards, strict=True)
 
+    def resident(self) -> tuple[list[str], list[Tensor]]:
+        """The shards, which are all there."""
+        return list(self._payload.names), self.shards
+
 
 class TensorParallel(nn.Module):
     """One rank's part of the model, with query, key and value fused, and gate and up projections.

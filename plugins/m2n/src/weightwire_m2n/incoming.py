@@ -33,6 +33,7 @@ class Write(NamedTuple):
     place: int
     nbytes: int
     itemsize: int
+    dense: bool  # it writes contiguous bytes, once
 
 
 class Segment(NamedTuple):
@@ -86,15 +87,11 @@ def incoming_of(plan: Plan, metadata: Sequence[ParamMeta], rank: int) -> Incomin
         for part in segments([nbytes[row] for row in rows], plan.large):
             mine = [rows[at] for at in part]
             to = tuple(write for row in mine for write in writes[row])
-            straight = len(mine) == 1 and nbytes[mine[0]] >= plan.large and len(to) == 1 and _is_straight(to[0])
+            straight = len(mine) == 1 and nbytes[mine[0]] >= plan.large and len(to) == 1 and to[0].dense
             parts.append(Segment(place[mine[0]], place[mine[-1]] + nbytes[mine[-1]], to, straight))
         parameters = tuple(dict.fromkeys(moves.parameter[rows].tolist()))
         messages.append(Message(int(moves.sender[rows[0]]), int(moves.message[rows[0]]), tuple(parts), parameters))
     return Incoming(messages, sum(nbytes))
-
-
-def _is_straight(write: Write) -> bool:
-    return write.sizes == write.piece_sizes and dense(write.sizes, write.strides)
 
 
 def _writes(moves: Moves, writes: Writes, metadata: Sequence[ParamMeta]) -> list[list[Write]]:
@@ -119,6 +116,7 @@ def _writes(moves: Moves, writes: Writes, metadata: Sequence[ParamMeta]) -> list
                 place[row],
                 nbytes[row],
                 metadata[parameter[row]].dtype.itemsize,
+                not again[0] and dense(*own),
             )
         )
     return found
@@ -161,7 +159,7 @@ class Receiving:
         self._incoming = incoming
         self._communicator = communicator
         self._ring = ring
-        self._memory = memory
+        self._bytes = {target: as_bytes(flat) for target, flat in memory.items()}
         self._sources = sources
         self._deadline = deadline
         self._checksums = checksums
@@ -178,8 +176,8 @@ class Receiving:
     def _post(self, message: Message) -> None:
         slot, buffers = None, []
         for segment in message.segments:
-            if segment.straight and self._memory[segment.writes[0].target].device.type == self._ring.device.type:
-                buffers.append(as_bytes(self._part(segment.writes[0])))
+            if segment.straight and self._bytes[segment.writes[0].target].device.type == self._ring.device.type:
+                buffers.append(self._place(segment.writes[0]))
             elif segment.stop > self._ring.length:
                 buffers.append(torch.empty(segment.stop - segment.start, dtype=torch.uint8, device=self._ring.device))
             else:
@@ -191,9 +189,18 @@ class Receiving:
         while self._arriving and self._arriving[0].handle.done:
             self._take()
 
-    def _part(self, write: Write) -> Tensor:
-        flat = as_integers(self._memory[write.target], write.itemsize)
-        return flat.as_strided(write.sizes, write.strides, flat.storage_offset() + write.offset)
+    def _place(self, write: Write) -> Tensor:
+        """Where a dense write goes, as bytes."""
+        start = write.offset * write.itemsize
+        return self._bytes[write.target][start : start + write.nbytes]
+
+    def _write(self, write: Write, piece: Tensor) -> None:
+        if write.dense:
+            self._place(write).copy_(piece)
+            return
+        flat = as_integers(self._bytes[write.target], write.itemsize)
+        part = flat.as_strided(write.sizes, write.strides, flat.storage_offset() + write.offset)
+        part.copy_(as_integers(piece, write.itemsize).view(write.piece_sizes))
 
     def _take(self) -> None:
         """Wait for the oldest message and put it where it belongs."""
@@ -201,14 +208,10 @@ class Receiving:
         arrived.handle.wait(self._deadline)
         self._checksums.add(self._number(arrived.message), arrived.buffers)
         for segment, buffer in zip(arrived.message.segments, arrived.buffers, strict=True):
-            if segment.straight and buffer.untyped_storage().data_ptr() == self._storage(segment.writes[0]):
+            if segment.straight and buffer.data_ptr() == self._place(segment.writes[0]).data_ptr():
                 continue
             for write in segment.writes:
                 start = write.place - segment.start
-                piece = as_integers(buffer[start : start + write.nbytes], write.itemsize)
-                self._part(write).copy_(piece.view(write.piece_sizes))
+                self._write(write, buffer[start : start + write.nbytes])
         if arrived.slot is not None:
             arrived.slot.release()
-
-    def _storage(self, write: Write) -> int:
-        return self._memory[write.target].untyped_storage().data_ptr()
