@@ -72,9 +72,9 @@ class Environment:
         return run([self.python, *arguments], status=status, cwd=cwd, timeout=timeout)
 
     def transports(self) -> dict[str, str]:
-        """Backend names and states, by `weightwire plugins --json`."""
+        """Backend names, aliases too, and states, by `weightwire plugins --json`."""
         found = json.loads(self.run(self.scripts / "weightwire", "plugins", "--json"))
-        return {one["name"]: one["state"] for one in found["transports"]}
+        return {name: one["state"] for one in found["transports"] for name in (one["name"], *one["aliases"])}
 
 
 def run(command: Sequence[str | Path], *, status: int = 0, cwd: Path | None = None, timeout: float = 50.0) -> str:

@@ -41,9 +41,12 @@ def main(arguments: Sequence[str]) -> int:
         0; 1 where an update would be refused, since nobody takes a parameter; 2 where the call or a file is wrong.
     """
     parser = _parser()
-    options = parser.parse_args(list(arguments))
-    if options.parameter is not None and options.png is None:
-        parser.error("--parameter is the one to draw: say where with --png FILE")
+    try:
+        options = parser.parse_args(list(arguments))
+        if options.parameter is not None and options.png is None:
+            parser.error("--parameter is the one to draw: say where with --png FILE")
+    except SystemExit as exit_:  # argparse has said what is wrong, or what it was asked
+        return int(exit_.code or 0)
     collects = gc.isenabled()
     gc.disable()  # there is little garbage among what may be millions of objects
     try:
