@@ -16,11 +16,12 @@ from torch import nn
 from weightwire import staging
 from weightwire.dtensor import reshard
 from weightwire.errors import TransferAborted, UpdateRefused
-from weightwire.inventory import Entry, Group, Inventory, Views, check_tensor
+from weightwire.inventory import Entry, Group, Inventory, check_tensor
 from weightwire.layout import ParamMeta
 from weightwire.load_plan import LoadPlan
+from weightwire.module_closing import Closing
 from weightwire.module_update import Chosen, Plan, Rebind, Repetition, Update, check_complete, repetition
-from weightwire.patching import check_patch, ready_patch
+from weightwire.patching import check_patch
 from weightwire.plan_building import plan_of_boxes
 from weightwire.scan import scan
 from weightwire.sink import CommitMode, CommitReport, Held, Patch, Staging, UpdateSpec, WeightSink
@@ -270,63 +271,9 @@ class ModuleSink(WeightSink):
         if update.repeated is not None and update.straight:
             update.plan = update.repeated
             return
-        plan = Plan()
+        in_place = self.staging == "in_place"
         with _plain():
-            if self.staging == "staged":
-                self._plan_staged(update, plan)
-            self._plan_adopted(update, plan)
-            self._plan_buffers(update, plan)
-            self._plan_patches(update, plan)
-        update.plan = plan
-
-    def _plan_staged(self, update: Update, plan: Plan) -> None:
-        """Make every staged storage whole, and rebind to it or copy from it."""
-        written: dict[Group, list[str]] = {}
-        for name in update.filled():
-            group = update.chosen[name][0].group
-            if group is not None:
-                written.setdefault(group, []).append(name)
-        for group, names in written.items():
-            views, reason = self._area.stage(update, group), self._copied_because(group)
-            entries = [update.chosen[name][0] for name in names]
-            if reason is None and not group.adopted:
-                unbuffered = [entry for entry, name in zip(entries, names, strict=True) if name not in update.buffers]
-                covered = [views.tensors[entry.index] for entry in unbuffered]
-                plan.partial |= staging.copy_uncovered(group.storage, views.storage, covered)
-            for entry, name in zip(entries, names, strict=True):
-                if name in update.buffers:
-                    views.tensors[entry.index].copy_(update.buffers[name])
-            if reason is None:
-                plan.add(Rebind(group, views, entries), self._inventory.known_users(group))
-            else:
-                plan.copies += [(entry, views.tensors[entry.index], reason) for entry in entries]
-
-    def _plan_adopted(self, update: Update, plan: Plan) -> None:
-        for name, tensor in update.adopted.items():
-            entry, storage = update.chosen[name][0], tensor.untyped_storage()
-            group = entry.group
-            assert group is not None
-            view = staging.view_like(entry.tensors[0], storage, offset=int(tensor.storage_offset()))
-            rebind = Rebind(group, Views(storage, [view], ours=False), [entry], adopted=True)
-            plan.add(rebind, self._inventory.known_users(group))
-
-    def _plan_buffers(self, update: Update, plan: Plan) -> None:
-        """Buffers that no staged storage has taken are copied into live memory."""
-        for name in update.filled():
-            entry, _ = update.chosen[name]
-            if name in update.buffers and (entry.group is None or self.staging == "in_place"):
-                reason = entry.copied_because or "strided or cast in place"
-                plan.copies.append((entry, update.buffers[name], reason))
-
-    def _plan_patches(self, update: Update, plan: Plan) -> None:
-        """Patches go into live memory at commit, except where that is about to be replaced by what is staged."""
-        replaced = {rebind.group: rebind.views for rebind in plan.rebinds}
-        for name, patch in update.patches.items():
-            entry = update.chosen[name][0]
-            if entry.group in replaced:
-                ready_patch(patch, entry, replaced[entry.group].tensors[entry.index]).apply()
-            else:
-                plan.patches.append(ready_patch(patch, entry, entry.local))
+            update.plan = Closing(update, self._area, self._inventory, self._copied_because, in_place=in_place).plan()
 
     def commit(self) -> CommitReport:
         """See `WeightSink.commit`."""
