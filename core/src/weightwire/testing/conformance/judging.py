@@ -33,10 +33,16 @@ def judge(model: nn.Module, payload: Payload, version: int, previous: int) -> li
     """What is wrong with a model that should be in `version` and was in `previous`; a sentence per parameter."""
     found = dict(model.named_parameters(remove_duplicate=False))
     wanted = {item.name: content(item, version) for item in payload}
-    wrong = [item for item in payload if not same(found[item.name], wanted[item.name])]
-    complaints = [_explained(item, found[item.name], wanted, previous) for item in wrong[:_SHOWN]]
-    if len(wrong) > _SHOWN:
-        complaints.append(f"and {len(wrong) - _SHOWN} more parameters of {len(payload)}")
+    complaints, count = [], 0
+    for item in payload:
+        # A transport that says too early that it is done may still be writing.
+        snapshot = found[item.name].detach().clone()
+        if not same(snapshot, wanted[item.name]):
+            count += 1
+            if count <= _SHOWN:
+                complaints.append(_explained(item, snapshot, wanted, previous))
+    if count > _SHOWN:
+        complaints.append(f"and {count - _SHOWN} more parameters of {len(payload)}")
     return complaints
 
 
