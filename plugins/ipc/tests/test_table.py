@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from weightwire.errors import HandshakeError
@@ -216,6 +216,7 @@ SIZES = (0, 1, 7, 63, 64, 65, SLOT - 1, SLOT, SLOT + 1, 3 * SLOT, (1 << 18) + 1)
     st.lists(st.sampled_from(SIZES) | st.integers(0, 200), max_size=12),
     st.sampled_from([1, 64, 100, 1000, SLOT, 1 << 18]),
 )
+@example([4096, 0, 4096], 4096)
 def test_every_byte_goes_through_the_ring_once_and_in_order(sizes: list[int], slot_bytes: int) -> None:
     sizes = [size % (100 * slot_bytes) for size in sizes]
     metas = [meta(place, nbytes) for place, nbytes in enumerate(sizes)]

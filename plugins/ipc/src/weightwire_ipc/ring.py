@@ -59,7 +59,8 @@ def plan_fills(metas: Sequence[ParamMeta], slot_bytes: int) -> list[Fill]:
             fills.append(Fill(chunk, (), tuple(item.index for item in chunk.items), chunk.nbytes))
         else:
             fills += _cut(chunk, slot_bytes)
-    return fills
+    # What is large is cut as one, and may begin before what is packed and end after it.
+    return sorted(fills, key=lambda fill: fill.last)
 
 
 def _cut(chunk: Chunk, slot_bytes: int) -> list[Fill]:
