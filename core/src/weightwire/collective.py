@@ -23,6 +23,7 @@ from weightwire.wires import Wire, connect
 
 _BACKSTOP = 6.0
 _RECEIVER_SECONDS = 0.5
+_LEAVE_SECONDS = 5.0
 _PARCEL_PIECES = 2
 _SMALL_PARCELS = 4
 
@@ -121,6 +122,21 @@ class Communicator(ABC):
         Late bytes may still arrive for a while, so no buffer that was given to `receive` may be used for another
         round. What is under way is kept alive, with `keep`, until it has ended.
         """
+
+    def leave(self, keep: Iterable[object] = (), *, error: BaseException | None = None) -> None:
+        """Close in order, or retire where something failed; `keep` as in `retire`.
+
+        Args:
+            keep: What late bytes may still arrive in.
+            error: Why the transfer is over, if it failed elsewhere.
+
+        Raises:
+            PeerLost, PeerFailed, DeadlineExceeded: As `close`.
+        """
+        if error is not None or self.failed:
+            self.retire(keep)
+        else:
+            self.close(Deadline(_LEAVE_SECONDS, what="the group to close"))
 
     @property
     @abstractmethod

@@ -222,9 +222,12 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
         """The parameters this update brings, in the order in which they travel."""
         if update_info.metadata is not None:
             return parse_metadata(update_info.metadata)
+        return self._require_link().metadata
+
+    def _require_link(self) -> Link:
         if self.link is None:
             raise self.not_initialised()
-        return self.link.metadata
+        return self.link
 
     def not_initialised(self) -> TransferError:
         """The error for a transfer before `init_transfer_engine`."""

@@ -72,6 +72,11 @@ class TrainerWeightTransferEngine(TrainerLink[TTrainerInitInfo]):
 
     # A round
 
+    def _device(self) -> torch.device:
+        """Where the source's tensors are; the CPU if it does not say."""
+        device = getattr(self.source, "device", None)
+        return device if isinstance(device, torch.device) else torch.device("cpu")
+
     def pairs(self) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
         """This rank's parameters in metadata order, each checked against its metadata before it is yielded.
 

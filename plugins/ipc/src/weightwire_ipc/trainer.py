@@ -75,10 +75,6 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
             return self.init_info.memory
         return "device" if self._device().type == "cuda" and not self.init_info.adopt else "host"
 
-    def _device(self) -> torch.device:
-        device = getattr(self.source, "device", None)
-        return device if isinstance(device, torch.device) else torch.device("cpu")
-
     def _gpu(self) -> str | None:
         return device_uuid(self._device()) if self._memory == "device" else None
 

@@ -11,7 +11,6 @@ from weightwire.deadline import Deadline
 from weightwire.engine import WeightTransferEngine
 from weightwire.errors import PlanOutdated, Unsupported
 from weightwire.fleet import Fleet
-from weightwire.link import Link
 from weightwire.load_plan import LoadPlan
 from weightwire.packing import BufferRing
 from weightwire.sink import UpdateSpec
@@ -49,11 +48,6 @@ class M2NWeightTransferEngine(WeightTransferEngine[M2NWeightTransferInitInfo, M2
         self._share = self._shares.get(link.metadata, link.info.trainers, self.load_plans, init_info, link.worker)
         self._share.coverage.check(strict=self.sink.strict, foreign=link.info.options.get("foreign", ()))
         return self._share.digest
-
-    def _require_link(self) -> Link:
-        if self.link is None:
-            raise self.not_initialised()
-        return self.link
 
     def init_transfer_engine(self, init_info: M2NWeightTransferInitInfo) -> None:
         """See `WeightTransferEngine.init_transfer_engine`.
@@ -175,9 +169,5 @@ class M2NWeightTransferEngine(WeightTransferEngine[M2NWeightTransferInitInfo, M2
         """Leave the group; one that failed is parked until its threads have ended."""
         communicator, self._communicator = self._communicator, None
         ring, self._ring = self._ring, None
-        if communicator is None:
-            return
-        if error is not None or communicator.failed:
-            communicator.retire([ring, self.sink])
-        else:
-            communicator.close(Deadline(5.0, what="the group to close"))
+        if communicator is not None:
+            communicator.leave([ring, self.sink], error=error)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from weightwire.checksums import Checksums
 from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
@@ -88,10 +86,6 @@ class M2NTrainerWeightTransferEngine(TrainerWeightTransferEngine[M2NTrainerInitI
         senders = len({sender for sender, _ in self._share.pairs})
         return f"{kind} point to point, {senders} of {self.fleet.trainers} ranks sending to {self.fleet.workers}"
 
-    def _device(self) -> torch.device:
-        device = getattr(self.source, "device", None)
-        return device if isinstance(device, torch.device) else torch.device("cpu")
-
     def connect(self, deadline: Deadline) -> None:
         """Connect to the workers that this rank sends to; a rank that sends nothing stays out."""
         assert self.rendezvous is not None and self._share is not None
@@ -162,9 +156,5 @@ class M2NTrainerWeightTransferEngine(TrainerWeightTransferEngine[M2NTrainerInitI
         """Leave the group; one that failed is parked until its threads have ended."""
         communicator, self._communicator = self._communicator, None
         ring, self._ring = self._ring, None
-        if communicator is None:
-            return
-        if error is not None or communicator.failed:
-            communicator.retire([ring, self.source])
-        else:
-            communicator.close(Deadline(5.0, what="the group to close"))
+        if communicator is not None:
+            communicator.leave([ring, self.source], error=error)

@@ -16,7 +16,6 @@ from weightwire.engine import WeightTransferEngine
 from weightwire.errors import Unsupported
 from weightwire.fleet import Fleet
 from weightwire.layout import ParamMeta
-from weightwire.link import Link
 from weightwire.packing import BufferRing, Chunk, Slot, plan_chunks, plan_digest, unpack_chunk
 from weightwire.source import as_bytes
 from weightwire_nccl.messages import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
@@ -80,11 +79,6 @@ class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, 
         """Digest of the chunks that metadata and buffer size lead to."""
         return plan_digest(self._plan(self._require_link().metadata, init_info))
 
-    def _require_link(self) -> Link:
-        if self.link is None:
-            raise self.not_initialised()
-        return self.link
-
     def _plan(self, metadata: Sequence[ParamMeta], init_info: NCCLWeightTransferInitInfo) -> list[Chunk]:
         known = (metadata, init_info.packed_buffer_size_bytes, init_info.packed)
         if self._planned is None or self._planned[0] is not metadata or self._planned[1:3] != known[1:]:
@@ -108,12 +102,8 @@ class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, 
         """Leave the group; one that failed is parked until its threads have ended."""
         communicator, self._communicator = self._communicator, None
         ring, self._ring = self._ring, None
-        if communicator is None:
-            return
-        if error is not None or communicator.failed:
-            communicator.retire([ring, self.sink])
-        else:
-            communicator.close(Deadline(5.0, what="the group to close"))
+        if communicator is not None:
+            communicator.leave([ring, self.sink], error=error)
 
 
 class _Reception:

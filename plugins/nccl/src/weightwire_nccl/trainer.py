@@ -89,10 +89,6 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
         way = "broadcast" if self.init_info.collective else "point to point"
         return f"{kind} {way}, {len(self.fleet.senders)} sending to {self.fleet.workers}"
 
-    def _device(self) -> torch.device:
-        device = getattr(self.source, "device", None)
-        return device if isinstance(device, torch.device) else torch.device("cpu")
-
     def connect(self, deadline: Deadline) -> None:
         """Join the group of senders and workers; a rank that sends nothing stays out of it."""
         if self.rank not in self.fleet.senders:
@@ -130,12 +126,8 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
         """Leave the group; one that failed is parked until its threads have ended."""
         communicator, self._communicator = self._communicator, None
         ring, self._ring = self._ring, None
-        if communicator is None:
-            return
-        if error is not None or communicator.failed:
-            communicator.retire([ring, self.source])
-        else:
-            communicator.close(Deadline(5.0, what="the group to close"))
+        if communicator is not None:
+            communicator.leave([ring, self.source], error=error)
 
 
 class _Share:
