@@ -136,5 +136,5 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equality bit for bit, of NaNs too."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    a, b = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    a, b = (tensor.data.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(a, b)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from core.tests.sink_models import same_bits, spec_of
+from core.tests.patch_scenes import assert_outcome, boxes_of
+from core.tests.sink_models import metadata, same_bits, spec_of
 from weightwire.errors import UpdateRefused
 from weightwire.module_sink import ModuleSink
 from weightwire.sink import CommitReport, Patch
@@ -48,9 +51,9 @@ def push(sink: ModuleSink, new: dict[str, torch.Tensor], way: str) -> CommitRepo
     if way == "load":
         sink.load(new.items())
     elif way == "patch":
-        for name, value in new.items():
-            positions = torch.randperm(value.numel())
-            sink.patch([Patch(name, positions, value.reshape(-1)[positions])])
+        plan = sink.load_plan(metadata(new))
+        sink.patch([patch for name, value in new.items() for patch in in_boxes(name, value)])
+        assert_outcome(sink, plan, new)
     else:
         for name, target in sink.targets(new).items():
             assert target.shape == new[name].shape
@@ -58,6 +61,15 @@ def push(sink: ModuleSink, new: dict[str, torch.Tensor], way: str) -> CommitRepo
         sink.received(new)
     sink.prepare()
     return sink.commit()
+
+
+def in_boxes(name: str, value: torch.Tensor) -> Iterator[Patch]:
+    """All elements of a tensor, in the parts that several senders have."""
+    draw = random.Random(name)
+    for box in boxes_of(value.shape, draw):
+        part = (value if box is None else value[box.slices()]).reshape(-1)
+        positions = torch.tensor(draw.sample(range(len(part)), len(part)), dtype=torch.int64)
+        yield Patch(name, positions, part[positions], box) if draw.random() < 0.5 else Patch(name, None, part, box)
 
 
 def forward_of(new: dict[str, torch.Tensor]) -> torch.Tensor:

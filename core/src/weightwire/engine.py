@@ -212,6 +212,10 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
             WeightwireError: Every rank of the fleet hears why not.
         """
 
+    def standing(self, spec: UpdateSpec) -> dict[str, Any]:
+        """What this worker says of itself, as JSON, beside the revision it holds, before a byte of an update moves."""
+        return {}
+
     def update_bytes(self, spec: UpdateSpec) -> int:
         """How many bytes of tensors an update brings to this rank."""
         if self.link is not None and spec.metadata is self.link.metadata:

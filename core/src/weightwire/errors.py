@@ -15,6 +15,8 @@ parameter it is about, and what to do. `status` is the HTTP status a host answer
     |   `-- SourceMismatch                              400   a source disagrees with its metadata
     |-- MessageError                 (ValueError)       400   unknown, missing or mistyped keys
     |-- UpdateRefused                (ValueError)       400   the model does not take these weights
+    |   |-- PlanOutdated                                400   the link was planned from what is no longer so
+    |   `-- ResultDiffers                               400   a change would not lead to the weights meant
     |-- HandshakeError               (ValueError)       400   ranks disagree about what will be sent
     |-- Unauthorized                 (PermissionError)  401
     |-- PayloadTooLarge              (ValueError)       413
@@ -158,6 +160,10 @@ class UpdateRefused(WeightwireError, ValueError):
 
 class PlanOutdated(UpdateRefused):
     """What the plan of a link was made from has changed since: the link has to be opened again."""
+
+
+class ResultDiffers(UpdateRefused):
+    """Applied to what this rank holds, the changes would not give the weights that the trainer has."""
 
 
 class HandshakeError(WeightwireError, ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -15,6 +15,7 @@ from weightwire.layout import ParamMeta
 from weightwire.load_plan import LoadPlan
 from weightwire.module_twin import meta_twin
 from weightwire.piece_staging import PieceStaging
+from weightwire.plan_patching import PatchRoutes
 from weightwire.recorded_install import fill, storages
 from weightwire.recording import record_loads
 
@@ -31,6 +32,8 @@ class Recorded:
         plan: Where an update lands.
         pieces: Where it lands if the loader has to run: for opaque modules, and where parameters are no plain storage.
         covered: Names of tensors of which the plan replaces everything.
+        routes: Where elements land; for plans without `pieces`.
+        unpatchable: Why the live storages cannot be patched; None if they can.
     """
 
     metadata: tuple[ParamMeta, ...]
@@ -38,10 +41,17 @@ class Recorded:
     plan: LoadPlan
     pieces: PieceStaging | None
     covered: frozenset[str]
+    routes: PatchRoutes
+    unpatchable: str | None
 
     def fits(self, model: Any, metadata: tuple[ParamMeta, ...]) -> bool:
         """Whether it still holds."""
         return self.metadata == metadata and self.structure == _structure(model)
+
+    def holds(self, model: Any, metadata: Sequence[ParamMeta]) -> bool:
+        """Whether it still holds, and what it says is of these tensors among others."""
+        known = self.plan.by_name
+        return all(known.get(meta.name) == _plain(meta) for meta in metadata) and self.structure == _structure(model)
 
 
 def record(model: Any, metadata: tuple[ParamMeta, ...]) -> Recorded | None:
@@ -57,10 +67,21 @@ def record(model: Any, metadata: tuple[ParamMeta, ...]) -> Recorded | None:
         return None
     plan = record_loads(twin, metadata)
     plain = not any(is_dtensor(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    routes = PatchRoutes(plan.copies)
     pieces = PieceStaging(plan, torch.device("cpu")) if plan.opaque or not plain else None
     unfilled = {name for name, _ in plan.unfilled}
     covered = frozenset(view.name for target in plan.targets if target.name not in unfilled for view in target.views)
-    return Recorded(metadata, _structure(model), pieces.plan if pieces else plan, pieces, covered)
+    where, reason = pieces.plan if pieces else plan, routes.reason
+    if plan.opaque:
+        reason = f"module {plan.opaque[0].module!r} takes tensors through its loader alone: {plan.opaque[0].reason}"
+    elif pieces:
+        reason = "some of the model's parameters are DTensors, which its loader alone can fill"
+    return Recorded(metadata, _structure(model), where, pieces, covered, routes, reason)
+
+
+def _plain(meta: ParamMeta) -> ParamMeta:
+    """A parameter without its owners, as plans have it."""
+    return meta if meta.owners is None else ParamMeta(meta.name, meta.dtype, meta.shape)
 
 
 def _structure(model: nn.Module) -> Structure:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,12 +18,13 @@ from weightwire.inventory import Entry, Inventory, Views, check_tensor
 from weightwire.layout import ParamMeta
 from weightwire.load_plan import LoadPlan
 from weightwire.loader_recording import Recorded, ready_storages, record
+from weightwire.loader_twin import make_twin, paired_with
 from weightwire.module_sink import refuse_frozen
-from weightwire.module_twin import twin_of
 from weightwire.module_update import Plan, Rebind, check_complete
-from weightwire.recorded_install import tensors_of
+from weightwire.patching import TORN, HeldPatches
+from weightwire.recorded_install import storages, tensors_of
 from weightwire.scan import scan
-from weightwire.sink import CommitMode, CommitReport, Staging, UpdateSpec, WeightSink
+from weightwire.sink import CommitMode, CommitReport, Patch, Staging, UpdateSpec, WeightSink
 from weightwire.staging_area import StagingArea
 
 
@@ -33,7 +33,8 @@ class LoaderSink(WeightSink):
 
     Names and shapes are those the loader takes, so `begin` can refuse nothing but repeated names; the loader says the
     rest. It loads into a twin of the model, brought up to date first, and commit exchanges the storages of the two:
-    parameters, persistent buffers, and what shares storage with them.
+    parameters, persistent buffers, and what shares storage with them. Patches go into the live storages themselves, by
+    what the loader was seen to do; the twin gets them with the next update that it loads.
 
     Attributes:
         reason: Why it is in_place although staged was asked for; None if it is not.
@@ -49,14 +50,19 @@ class LoaderSink(WeightSink):
         commit: CommitMode = "swap",
     ) -> None:
         super().__init__(staging=staging, strict=strict, cast=cast, commit=commit)
+        if isinstance(model, nn.Module):
+            self.capabilities = frozenset({"load", "patch"})  # type: ignore[misc]
         self._model = weakref.ref(model)
         self._twin: Any = None
         self.reason: str | None = None
         if staging == "staged":
-            self._twin, self.reason = _make_twin(model)
+            self._twin, self.reason = make_twin(model)
             self.staging = "in_place" if self._twin is None else "staged"
         self._expected: dict[str, ParamMeta] | None = None
         self._came: set[str] = set()
+        self._held = HeldPatches()
+        self._dense = self._given = False
+        """Whether something came for the loader; whether memory for it was given out."""
         self._last: str | None = None
         self._full = False
         self._twins: dict[Entry, Entry] = {}
@@ -86,6 +92,7 @@ class LoaderSink(WeightSink):
         self._stale = None if self._twin is None else self._paired_with_twin(model)
         self._pairs = self._stale if self._stale and self._stale[1] else None
         self._expected, self._came, self._full = expected, set(), spec.scope == "full"
+        self._held, self._dense, self._given = HeldPatches(), False, False
         if self._recorded is not None and self._recorded.pieces is not None:
             self._recorded.pieces.allocated_bytes = 0
 
@@ -93,8 +100,8 @@ class LoaderSink(WeightSink):
         live = scan(model)
         if not self._retired:
             with suppress(UpdateRefused):  # an earlier load has rebuilt the twin
-                return live, _paired(live, scan(self._twin))
-        twin, reason = _make_twin(model)
+                return live, paired_with(live, scan(self._twin))
+        twin, reason = make_twin(model)
         if twin is None:
             raise UpdateRefused(f"the model has no twin to load into any more: {reason}")
         self._twin, self._retired = twin, False
@@ -128,6 +135,7 @@ class LoaderSink(WeightSink):
 
     def _run_loader(self, load: Callable[[Any], object]) -> None:
         """Have the twin, or without one the live model, load."""
+        self._take_dense()
         self._dirty, self._pairs = self._twin is None, None
         self._bring_twin_up_to_date()
         loader = self._live_model() if self._twin is None else self._twin
@@ -148,13 +156,9 @@ class LoaderSink(WeightSink):
         for name, tensor in pairs:
             if self._expected is not expected:
                 raise TransferAborted("the update was aborted while weights were being loaded")
-            if name not in expected:
-                raise UpdateRefused(f"{name!r} is not in this update", parameter=name)
-            if name in self._came:
-                raise UpdateRefused(f"{name!r} came twice in one update", parameter=name)
+            self._arrive(name)
             check_tensor(name, expected[name], tensor)
             self._last = name
-            self._came.add(name)
             yield name, tensor
 
     def _noted(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -175,8 +179,9 @@ class LoaderSink(WeightSink):
         recorded = self._recorded
         if recorded is None:
             return super().landing(plan)
-        if recorded.plan is not plan:
-            raise UpdateRefused("the model is no longer as it was when the transfer was planned")
+        self._take_dense()
+        self._check_plan(plan)
+        self._given = True
         if recorded.pieces is not None:
             return recorded.pieces.memory()
         self._dirty = self._twin is None
@@ -194,12 +199,98 @@ class LoaderSink(WeightSink):
             )
         self._came.update(meta.name for meta in plan.sources)
 
+    def _check_plan(self, plan: LoadPlan) -> None:
+        if self._recorded is None or self._recorded.plan is not plan:
+            raise UpdateRefused("the model is no longer as it was when the transfer was planned")
+
+    # Changing what serves
+
+    def unpatchable(self, metadata: Sequence[ParamMeta]) -> str | None:
+        """See `WeightSink.unpatchable`."""
+        if self._torn:
+            return TORN
+        try:
+            self._patchable(metadata)
+        except (UpdateRefused, Unsupported) as error:
+            return str(error)
+        return None
+
+    def _patchable(self, metadata: Sequence[ParamMeta]) -> tuple[Recorded, dict[str, torch.Tensor]]:
+        """What the loader does with these tensors, or more, and the live storages that it writes.
+
+        Raises:
+            UpdateRefused: It does what cannot be done to some elements.
+            Unsupported: The model is no module.
+        """
+        model = self._module("patch")
+        if self._recorded is None or not self._recorded.holds(model, metadata):
+            self.load_plan(metadata)
+        if self._recorded is None:
+            raise UpdateRefused(f"what load_weights of {type(model).__name__} does could not be recorded")
+        if self._recorded.unpatchable is not None:
+            raise UpdateRefused(self._recorded.unpatchable)
+        return self._recorded, storages(self._recorded.plan, tensors_of(model))
+
+    def patch(self, patches: Sequence[Patch]) -> None:
+        """See `WeightSink.patch`; nothing else may come in the same update."""
+        self._check_way("patch")
+        self._held.add(patches, self._arrive)
+
+    def keep(self, names: Iterable[str]) -> None:
+        """See `WeightSink.keep`."""
+        self._check_way("keep")
+        self._held.keep(names, self._arrive)
+
+    def outcome(self, plan: LoadPlan) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSink.outcome`."""
+        assert self._expected is not None, "begin comes first"
+        recorded, flat = self._patchable(tuple(self._expected.values()))
+        self._check_plan(plan)
+        return recorded.routes.outcome(self._held.checked(self._expected), flat, flat.__getitem__)
+
+    def _check_way(self, way: str) -> None:
+        if "patch" not in self.capabilities:
+            raise self._lacks(way)
+        self._refuse_mixing(self._dense)
+
+    def _take_dense(self) -> None:
+        self._refuse_mixing(bool(self._held))
+        self._dense = True
+
+    def _refuse_mixing(self, mixed: bool) -> None:
+        if mixed:
+            raise UpdateRefused("an update is either patches and what is kept, or goes through the model's loader")
+
+    def _arrive(self, name: str) -> None:
+        assert self._expected is not None, "begin comes first"
+        if name not in self._expected:
+            raise UpdateRefused(f"{name!r} is not in this update", parameter=name)
+        if name in self._came:
+            raise UpdateRefused(f"{name!r} came twice in one update", parameter=name)
+        self._came.add(name)
+
+    # Closing an update
+
     def prepare(self) -> None:
         """See `WeightSink.prepare`."""
         assert self._expected is not None, "begin comes first"
-        self._bring_twin_up_to_date()
         check_complete(self._expected, self._came)
+        if self._held:
+            self._plan = self._patching()
+            return
+        self._bring_twin_up_to_date()
         self._plan = Plan() if self._twin is None else self._exchange()
+
+    def _patching(self) -> Plan:
+        """A plan that patches the live model."""
+        assert self._expected is not None, "begin comes first"
+        if self._torn:
+            raise UpdateRefused(TORN)
+        recorded, flat = self._patchable(tuple(self._expected.values()))
+        ready = recorded.routes.ready(self._held.checked(self._expected), flat)
+        for patch in ready:
+            patch.remember()
+        return Plan(patches=ready)
 
     def _exchange(self) -> Plan:
         """A plan that rebinds the live model to the storages of its twin."""
@@ -208,7 +299,7 @@ class LoaderSink(WeightSink):
             live, self._twins = self._pairs
         else:
             live = scan(self._live_model())
-            self._twins = _paired(live, scan(self._twin))
+            self._twins = paired_with(live, scan(self._twin))
         always_copied = "commit='copy'" if self.options["commit"] == "copy" else None
         for group in live.groups:
             entries = [entry for entry in group.entries if entry in self._twins]
@@ -231,7 +322,8 @@ class LoaderSink(WeightSink):
         plan, began = self._plan, time.perf_counter()
         assert plan is not None, "prepare comes first"
         model = self._live_model()
-        inference = any(tensor.is_inference() for tensor in plan.tensors)
+        written = [*plan.tensors, *(patch.memory for patch in plan.patches)]
+        inference = any(tensor.is_inference() for tensor in written)
         with torch.inference_mode(inference), torch.no_grad():
             plan.give_way()
             for rebind in plan.rebinds:  # and the twin gets what was live
@@ -246,15 +338,15 @@ class LoaderSink(WeightSink):
                 self._torn |= plan.half_copied
                 raise
         self._torn &= not self._full
-        in_place = len(self._came) if self._twin is None else 0
-        report = replace(plan.report(began), in_place=in_place, allocated_bytes=self.allocated_bytes)
+        in_place, patched = len(self._came) if self._dirty else 0, len(self._held.names)
+        report = plan.report(began)
         self._close()
-        return report
+        return replace(report, patched=patched, in_place=in_place, allocated_bytes=self.allocated_bytes)
 
     def abort(self, *, retire: bool = False) -> None:
         """See `WeightSink.abort`. In place, retiring rebinds the model, except with `commit="copy"`."""
         self._torn |= self._dirty
-        if retire and self._recorded is not None:
+        if retire and self._recorded is not None and self._given:
             self._retired = True
             if self._recorded.pieces is not None:
                 self._recorded.pieces.forget()
@@ -275,6 +367,7 @@ class LoaderSink(WeightSink):
     def _close(self) -> None:
         self._expected, self._plan, self._twins, self._dirty = None, None, {}, False
         self._stale = self._pairs = None
+        self._held = HeldPatches()
 
     def checksums(self) -> dict[str, str]:
         """See `WeightSink.checksums`."""
@@ -291,38 +384,3 @@ class LoaderSink(WeightSink):
         if not isinstance(model, nn.Module):
             raise Unsupported(f"{way}: a {type(model).__name__} is no nn.Module, its tensors are not known")
         return model
-
-
-def _make_twin(model: Any) -> tuple[Any, str | None]:
-    """A deep copy of `model` whose `load_weights` loads into the copy, or None and why there is none."""
-    if not isinstance(model, nn.Module):
-        return None, f"a {type(model).__name__} is no nn.Module, so its storages are not known"
-    try:
-        twin: Any = twin_of(model)
-    except Exception as error:  # noqa: BLE001  the attributes of somebody's model may raise anything
-        return None, f"the model cannot be copied: {type(error).__name__}: {error}"
-    if not isinstance(twin.load_weights, MethodType) or twin.load_weights.__self__ is not twin:
-        return None, "load_weights is not a method of the model's class: a copy of it would load into the live model"
-    return twin, None
-
-
-def _paired(live: Inventory, twin: Inventory) -> dict[Entry, Entry]:
-    """The entries that commit exchanges, each with its twin.
-
-    Raises:
-        UpdateRefused: The loader has rebuilt the model instead of filling it.
-    """
-    pairs: dict[Entry, Entry] = {}
-    if len(live.entries) == len(twin.entries):
-        pairs = dict(zip(live.entries, twin.entries, strict=True))
-    for here, there in pairs.items():
-        a, b = here.tensors[0], there.tensors[0]
-        if (here.names, a.shape, a.dtype, a.stride()) != (there.names, b.shape, b.dtype, b.stride()):
-            pairs.clear()
-            break
-    if len(pairs) < len(live.entries):
-        raise UpdateRefused(
-            "load_weights replaced parameters by others instead of filling them: such a model needs staging='in_place'"
-        )
-    moved = {group for group in live.groups if any(entry.names for entry in group.entries)}
-    return {here: there for here, there in pairs.items() if here.group in moved or (here.group is None and here.names)}

@@ -22,7 +22,7 @@ class Membership:
 
     Args:
         info: What the engine was made with.
-        source: The weights.
+        source: The weights, if there is a source of them.
         senders_of: Says which trainer ranks send what the source declares, of so many.
 
     Attributes:
@@ -37,7 +37,7 @@ class Membership:
     """
 
     def __init__(
-        self, info: TrainerInitInfo, source: WeightSource, senders_of: Callable[[int], tuple[int, ...]]
+        self, info: TrainerInitInfo, source: WeightSource | None, senders_of: Callable[[int], tuple[int, ...]]
     ) -> None:
         self._info = info
         self.trainers = trainer_count(info)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from weightwire import staging
 from weightwire.inventory import Group, Inventory, Views
+from weightwire.module_patching import memory_of, ready_in
 from weightwire.module_update import Plan, Rebind, Update
-from weightwire.patching import ready_patch
+from weightwire.patching import CheckedPatch
 from weightwire.staging_area import StagingArea
 
 
@@ -18,6 +19,7 @@ class Closing:
         update: What has come.
         area: Where it lies.
         inventory: The model.
+        patches: What changes in some elements, of the model's dtypes.
         copied_because: Why a group is copied instead of rebound; None if it is not.
         in_place: What came into live memory is there already.
     """
@@ -27,6 +29,7 @@ class Closing:
         update: Update,
         area: StagingArea,
         inventory: Inventory,
+        patches: Sequence[CheckedPatch],
         copied_because: Callable[[Group], str | None],
         *,
         in_place: bool,
@@ -34,6 +37,7 @@ class Closing:
         self._update = update
         self._area = area
         self._inventory = inventory
+        self._patches = patches
         self._copied_because = copied_because
         self._in_place = in_place
 
@@ -90,10 +94,15 @@ class Closing:
 
     def _add_patches(self, plan: Plan) -> None:
         """Patches go into live memory at commit, except where that is about to be replaced by what is staged."""
-        replaced = {rebind.group: rebind.views for rebind in plan.rebinds}
-        for name, patch in self._update.patches.items():
-            entry = self._update.chosen[name][0]
-            if entry.group in replaced:
-                ready_patch(patch, entry, replaced[entry.group].tensors[entry.index]).apply()
+        replaced = {rebind.group: rebind for rebind in plan.rebinds}
+        for patch in self._patches:
+            entry = self._update.chosen[patch.name][0]
+            rebind = None if entry.group is None else replaced.get(entry.group)
+            if rebind is None:
+                for ready in ready_in(patch, entry, memory_of(entry)):
+                    ready.remember()
+                    plan.patches.append(ready)
             else:
-                plan.patches.append(ready_patch(patch, entry, entry.local))
+                for ready in ready_in(patch, entry, rebind.views.tensors[entry.index]):
+                    ready.apply()
+                rebind.patched.append(entry)

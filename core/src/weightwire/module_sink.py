@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from weightwire import staging
+from weightwire import module_patching, staging
 from weightwire.dtensor import reshard
 from weightwire.errors import TransferAborted, UpdateRefused
 from weightwire.inventory import Entry, Group, Inventory, check_tensor
@@ -21,7 +21,7 @@ from weightwire.layout import ParamMeta
 from weightwire.load_plan import LoadPlan
 from weightwire.module_closing import Closing
 from weightwire.module_update import Chosen, Plan, Rebind, Repetition, Update, check_complete, repetition
-from weightwire.patching import check_patch
+from weightwire.patching import TORN
 from weightwire.plan_building import plan_of_boxes
 from weightwire.scan import scan
 from weightwire.sink import CommitMode, CommitReport, Held, Patch, Staging, UpdateSpec, WeightSink
@@ -59,7 +59,7 @@ class ModuleSink(WeightSink):
         self._update: Update | None = None
         self._last: Repetition | None = None
         self._damaged: set[Entry] = set()
-        self._planned: tuple[tuple[Inventory, tuple[ParamMeta, ...]], LoadPlan] | None = None
+        self._planned: tuple[tuple[Inventory, tuple[ParamMeta, ...]], dict[str, Chosen], LoadPlan] | None = None
 
     @property
     def allocated_bytes(self) -> int:
@@ -204,13 +204,16 @@ class ModuleSink(WeightSink):
 
     def load_plan(self, metadata: Sequence[ParamMeta]) -> LoadPlan:
         """See `WeightSink.load_plan`: every parameter lands whole, of a DTensor the part that is here."""
+        return self._plan_of(metadata)[1]
+
+    def _plan_of(self, metadata: Sequence[ParamMeta]) -> tuple[dict[str, Chosen], LoadPlan]:
         if not self._inventory.unchanged():
             self._look_again(self._live_model())
         key = self._inventory, tuple(metadata)
         if self._planned is None or self._planned[0] != key:
             chosen = self._inventory.resolve(key[1], strict=self.strict, cast=self.cast, full=False)
-            self._planned = key, plan_of_boxes((meta, entry.box) for entry, meta in chosen.values())
-        return self._planned[1]
+            self._planned = key, chosen, plan_of_boxes((meta, entry.box) for entry, meta in chosen.values())
+        return self._planned[1:]
 
     def landing(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
         """See `WeightSink.landing`."""
@@ -249,13 +252,30 @@ class ModuleSink(WeightSink):
             and (live.dtype, live.device) == (tensor.dtype, tensor.device)
         )
 
+    def unpatchable(self, metadata: Sequence[ParamMeta]) -> str | None:
+        """See `WeightSink.unpatchable`."""
+        if self._torn:
+            return TORN
+        try:
+            return module_patching.unpatchable(self._plan_of(metadata)[0])
+        except UpdateRefused as error:
+            return str(error)
+
     def patch(self, patches: Sequence[Patch]) -> None:
-        """See `WeightSink.patch`."""
+        """See `WeightSink.patch`; other tensors of the update may come in other ways."""
         update = self._open()
-        for patch in patches:
-            if update.find(patch.name):
-                update.arrive(patch.name)
-                update.patches[patch.name] = patch
+        update.held.add((patch for patch in patches if update.find(patch.name)), update.arrive)
+
+    def keep(self, names: Iterable[str]) -> None:
+        """See `WeightSink.keep`."""
+        update = self._open()
+        update.held.keep((name for name in names if update.find(name)), update.arrive)
+
+    def outcome(self, plan: LoadPlan) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSink.outcome`; for updates in which nothing came in another way."""
+        update = self._open()
+        assert update.came <= update.held.names | update.held.kept, "nothing has come in another way"
+        return module_patching.outcome(plan, self._inventory.by_name, module_patching.checked_patches(update))
 
     def _copied_because(self, group: Group) -> str | None:
         return group.copied_because or ("commit='copy'" if self.options["commit"] == "copy" else None)
@@ -266,14 +286,16 @@ class ModuleSink(WeightSink):
         """See `WeightSink.prepare`."""
         update = self._open()
         check_complete(update.chosen, update.came)
-        for patch in update.patches.values():
-            check_patch(patch, update.chosen[patch.name][0], cast=self.cast)
+        if update.held and self._torn:
+            raise UpdateRefused(TORN)
         if update.repeated is not None and update.straight:
             update.plan = update.repeated
             return
         in_place = self.staging == "in_place"
+        patches = module_patching.checked_patches(update)
         with _plain():
-            update.plan = Closing(update, self._area, self._inventory, self._copied_because, in_place=in_place).plan()
+            closing = Closing(update, self._area, self._inventory, patches, self._copied_because, in_place=in_place)
+            update.plan = closing.plan()
 
     def commit(self) -> CommitReport:
         """See `WeightSink.commit`."""
@@ -294,8 +316,9 @@ class ModuleSink(WeightSink):
         self._last = repetition(update, plan, self._last)
         self._update, self._dirty, self._torn = None, False, False
         self._damaged.clear()
-        done, patched = plan.report(began), len(update.patches)
-        in_place = len(update.came) - patched - done.copied - done.adopted if self.staging == "in_place" else 0
+        done, patched = plan.report(began), len(update.held.names)
+        whole = len(update.came) - patched - len(update.held.kept)
+        in_place = whole - done.copied - done.adopted if self.staging == "in_place" else 0
         return replace(done, patched=patched, in_place=in_place, allocated_bytes=self.allocated_bytes)
 
     def abort(self, *, retire: bool = False) -> None:

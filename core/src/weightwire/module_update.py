@@ -14,8 +14,8 @@ from weightwire.dtensor import reshard
 from weightwire.errors import UpdateRefused
 from weightwire.inventory import Entry, Group, Turn, Views
 from weightwire.layout import ParamMeta
-from weightwire.patching import ReadyPatch
-from weightwire.sink import CommitReport, Patch
+from weightwire.patching import HeldPatches, ReadyPatch, undo_all
+from weightwire.sink import CommitReport
 from weightwire.staging import count_users
 
 Chosen = tuple[Entry, ParamMeta]
@@ -31,6 +31,7 @@ class Update:
         landing: What `targets` gives out: contiguous, of full shape and the dtype of the wire.
         buffers: Those received into memory of their own, since they are cast, strided or cut on their way.
         staged: The storage that stands in for each group's live one.
+        held: What is patched, and what keeps its values.
         exposed: Groups whose live storage was given out.
         repeated: The plan of the update before, if this one can only be its repetition with the storages exchanged.
     """
@@ -42,7 +43,7 @@ class Update:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     staged: dict[Group, Views] = field(default_factory=dict)
     adopted: dict[str, torch.Tensor] = field(default_factory=dict)
-    patches: dict[str, Patch] = field(default_factory=dict)
+    held: HeldPatches = field(default_factory=HeldPatches)
     exposed: set[Group] = field(default_factory=set)
     repeated: Plan | None = None
     plan: Plan | None = None
@@ -83,12 +84,13 @@ class Update:
 
     def filled(self) -> Iterator[str]:
         """The names whose whole tensors were copied or received into our memory."""
-        return (name for name in self.chosen if name not in self.adopted and name not in self.patches)
+        elsewhere = self.adopted.keys() | self.held.names | self.held.kept
+        return (name for name in self.chosen if name not in elsewhere)
 
     @property
     def straight(self) -> bool:
         """Whether every name has landed where commit takes it from."""
-        return len(self.landing) == len(self.chosen) and not (self.buffers or self.adopted or self.patches)
+        return len(self.landing) == len(self.chosen) and not (self.buffers or self.adopted or self.held)
 
 
 def check_complete(expected: Collection[str], came: Collection[str]) -> None:
@@ -105,12 +107,18 @@ def check_complete(expected: Collection[str], came: Collection[str]) -> None:
 
 @dataclass(eq=False, slots=True)
 class Rebind:
-    """A group that commit rebinds to `views`, unless somebody turns out to hold a view of its live storage."""
+    """A group that commit rebinds to `views`, unless somebody turns out to hold a view of its live storage.
+
+    Attributes:
+        written: The entries that came as a whole.
+        patched: Those that were patched in `views`.
+    """
 
     group: Group
     views: Views
     written: list[Entry]
     adopted: bool = False
+    patched: list[Entry] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -181,7 +189,8 @@ class Plan:
         for rebind in self.rebinds:
             self._bind(rebind)
         for rebind in (rebind for rebind, is_held in everything if is_held):
-            sources = [(entry, rebind.views.tensors[entry.index]) for entry in rebind.written]
+            entries = dict.fromkeys((*rebind.written, *rebind.patched))
+            sources = [(entry, rebind.views.tensors[entry.index]) for entry in entries]
             self.copies += [(entry, source, "views held elsewhere") for entry, source in sources]
 
     def run(self, sharded: nn.Module | None = None) -> None:
@@ -205,8 +214,7 @@ class Plan:
         except BaseException:
             for tensor, before in zip(self.tensors, self.before, strict=True):
                 tensor.data = before
-            for patch in reversed(self.patches):
-                patch.undo()
+            undo_all(self.patches)
             raise
 
     def settle(self) -> None:

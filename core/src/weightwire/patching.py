@@ -1,100 +1,219 @@
-"""Changing some elements of a live tensor, and taking it back."""
+"""What the patches of an update are checked for, and changing some elements of live memory and taking it back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from weightwire.errors import UpdateRefused
-from weightwire.inventory import Entry
+from weightwire.layout import Box, ParamMeta
 from weightwire.sink import Patch
+
+TORN = "the weights here are torn: only a full update without patches makes them whole again"
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def bits(tensor: Tensor) -> Tensor:
+    """`tensor` as integers of its width, which every operation moves as they are; complex128 stays what it is."""
+    width = _BITS.get(tensor.dtype.itemsize)
+    return tensor if width is None else tensor.view(width)
+
+
 @dataclass(slots=True, eq=False)
 class ReadyPatch:
-    """A checked patch over one piece of memory; writes O(changed) and remembers what was there."""
+    """Values for some elements of one memory; all that `apply` does is to write them.
 
-    memory: torch.Tensor
-    offsets: torch.Tensor
-    values: torch.Tensor
-    before: torch.Tensor | None = None
+    Attributes:
+        memory: Where to, flat; with no `offsets` a view of exactly what is written.
+        offsets: Indices into `memory`, each once; None is all of it.
+        values: As many.
+        before: What was there, once `remember` has been called.
+    """
+
+    memory: Tensor
+    offsets: Tensor | None
+    values: Tensor
+    before: Tensor | None = None
+
+    def remember(self) -> None:
+        """Read what `undo` writes back; nobody else may write there from now on."""
+        self.before = self.memory.clone() if self.offsets is None else self.memory.index_select(0, self.offsets)
 
     def apply(self) -> None:
         """Write the values."""
-        self.before = self.memory.index_select(0, self.offsets)
-        self.memory.index_copy_(0, self.offsets, self.values)
+        self._write(self.values)
 
     def undo(self) -> None:
-        """Write back what `apply` found."""
-        if self.before is not None:
-            self.memory.index_copy_(0, self.offsets, self.before)
+        """Write back what `remember` found."""
+        assert self.before is not None, "remember comes first"
+        self._write(self.before)
+
+    def _write(self, values: Tensor) -> None:
+        if self.offsets is None:
+            self.memory.copy_(values)
+        else:
+            self.memory.index_copy_(0, self.offsets, values)
 
 
-def check_patch(patch: Patch, entry: Entry, *, cast: bool) -> None:
-    """Compare a patch with the parameter it is for.
+def apply_all(patches: Sequence[ReadyPatch]) -> None:
+    """Apply all, which remember what was there. An error undoes them."""
+    try:
+        for patch in patches:
+            patch.apply()
+    except BaseException:
+        undo_all(patches)
+        raise
+
+
+def undo_all(patches: Iterable[ReadyPatch]) -> None:
+    """Write back what was there before; what has not been applied is left as it is."""
+    for patch in patches:
+        patch.undo()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedPatch:
+    """A patch that fits its parameter.
+
+    Attributes:
+        name: The parameter.
+        shape: Its full shape.
+        box: The part of it that `positions` count in; None if that is all of it.
+        positions: int64 and ascending; None is every element of the box.
+        values: As many, contiguous.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box | None
+    positions: Tensor | None
+    values: Tensor
+
+
+def check_patch(patch: Patch, meta: ParamMeta) -> CheckedPatch:
+    """Compare a patch with what was announced.
 
     Raises:
-        UpdateRefused: Positions are not 1-D int32 or int64, out of range or repeated; there are not as many values;
-            their dtype is another one.
+        UpdateRefused: The box is not in the parameter; positions are not 1-D int32 or int64, out of range or repeated;
+            there are not as many values; their dtype is another one.
     """
-    tensor, positions, values = entry.tensors[0], patch.positions, patch.values
+    positions, values, box = patch.positions, patch.values, patch.box
+    if box is not None and not _inside(box, meta.shape):
+        raise _refusal(patch, f"is of a box from {box.start} to {box.stop}, in a parameter of shape {meta.shape}")
+    numel = meta.numel if box is None else box.numel
+    if positions is None:
+        if values.shape != (numel,):
+            raise _refusal(patch, f"has values of shape {tuple(values.shape)} for all of {numel} elements")
+    elif positions.dtype not in (torch.int32, torch.int64) or positions.dim() != 1:
+        words = f"needs 1-D int32 or int64 positions, not {tuple(positions.shape)} of {positions.dtype}"
+        raise _refusal(patch, words)
+    elif values.shape != positions.shape:
+        raise _refusal(patch, f"has {positions.numel()} positions for values of shape {tuple(values.shape)}")
+    if values.dtype != meta.dtype:
+        raise _refusal(patch, f"has values of {values.dtype}, and was announced as {meta.dtype}")
+    values = values.detach().resolve_conj().resolve_neg().contiguous()
+    if values.data_ptr() % values.element_size():
+        # Torch's kernels, copying ones too, take for granted that a complex128 lies at a multiple of 16.
+        values = values.view(torch.uint8).clone().view(values.dtype)
+    if positions is not None:
+        positions, values = _ascending(patch, positions.detach().to(torch.int64), values, numel)
+    part = None if box is None or box.shape == meta.shape else box
+    return CheckedPatch(patch.name, meta.shape, part, positions, values)
 
-    def refuse(words: str) -> UpdateRefused:
-        return UpdateRefused(f"the patch of {patch.name!r} {words}", parameter=patch.name)
 
-    if entry.copied_because not in (None, "DTensor"):
-        raise refuse(f"cannot be applied to a {entry.copied_because}")
-    if positions.dtype not in (torch.int32, torch.int64) or positions.dim() != 1:
-        raise refuse(f"needs 1-D int32 or int64 positions, not {tuple(positions.shape)} of {positions.dtype}")
-    if values.shape != positions.shape:
-        raise refuse(f"has {positions.numel()} positions for values of shape {tuple(values.shape)}")
-    if values.dtype != tensor.dtype and not (cast and torch.can_cast(values.dtype, tensor.dtype)):
-        raise refuse(f"has values of {values.dtype}, and the parameter is {tensor.dtype}")
+def _refusal(patch: Patch, words: str) -> UpdateRefused:
+    return UpdateRefused(f"the patch of {patch.name!r} {words}", parameter=patch.name)
+
+
+def _inside(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box.stop) == len(shape) and all(stop <= size for stop, size in zip(box.stop, shape, strict=True))
+
+
+def _ascending(patch: Patch, positions: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Positions in range and in order, each once, and their values."""
     if not positions.numel():
-        return
-    ordered = positions
+        return positions, values
     if not bool((positions[1:] > positions[:-1]).all()):
-        ordered = positions.sort().values
-        repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+        positions, order = positions.sort()
+        repeated = positions[1:][positions[1:] == positions[:-1]]
         if repeated.numel():
-            raise refuse(f"names position {int(repeated[0])} twice")
-    if int(ordered[0]) < 0 or int(ordered[-1]) >= tensor.numel():
-        outside = int(ordered[0]) if int(ordered[0]) < 0 else int(ordered[-1])
-        raise refuse(f"names position {outside} of {tensor.numel()} elements")
+            raise _refusal(patch, f"names position {int(repeated[0])} twice")
+        values = bits(values).index_select(0, order.to(values.device)).view(values.dtype)
+    first, last = int(positions[0]), int(positions[-1])
+    if first < 0 or last >= numel:
+        raise _refusal(patch, f"names position {first if first < 0 else last} of {numel} elements")
+    return positions, values
 
 
-def ready_patch(patch: Patch, entry: Entry, target: torch.Tensor) -> ReadyPatch:
-    """`patch`, which `check_patch` has passed, for the memory of `target`: the local tensor of `entry` or a copy of it.
+@dataclass(eq=False, slots=True)
+class HeldPatches:
+    """What `patch` and `keep` have brought in one update.
 
-    Positions count in the contiguous order of the full tensor; `target` may have any strides, and may be a piece.
+    Attributes:
+        patches: In the order in which they came.
+        names: The parameters that they are of.
+        kept: The names that keep their values.
     """
-    positions = patch.positions.to(target.device, torch.int64)
-    values = patch.values.detach().to(target.device, target.dtype).contiguous()
-    if entry.box is None and target.is_contiguous():
-        memory, offsets = target.view(-1), positions
-    else:
-        offsets, mine = _offsets(positions, entry, target)
-        values = values[mine]
-        last = sum((size - 1) * step for size, step in zip(target.size(), target.stride(), strict=True))
-        memory = target.as_strided((last + 1 if target.numel() else 0,), (1,))
-    bits = _BITS.get(target.dtype.itemsize)
-    if bits is not None:
-        memory, values = memory.view(bits), values.view(bits)
-    return ReadyPatch(memory, offsets, values)
+
+    patches: list[Patch] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    kept: set[str] = field(default_factory=set)
+    _checked: list[CheckedPatch] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.names or self.kept)
+
+    def add(self, patches: Iterable[Patch], arrive: Callable[[str], None]) -> None:
+        """Take what one call of `patch` brings.
+
+        Args:
+            patches: All of the update.
+            arrive: Notes that a parameter has come; raises if it had come before.
+
+        Raises:
+            UpdateRefused: One came by another way, or twice in this call.
+        """
+        boxes: dict[str, list[Box | None]] = {}
+        for patch in patches:
+            boxes.setdefault(patch.name, []).append(patch.box)
+            self.patches.append(patch)
+        for name, several in boxes.items():
+            if name not in self.names:
+                arrive(name)
+            if _overlap(several):
+                words = f"{name!r} came twice in one call of patch(), in parts that overlap"
+                raise UpdateRefused(words, parameter=name)
+        self.names |= boxes.keys()
+
+    def keep(self, names: Iterable[str], arrive: Callable[[str], None]) -> None:
+        """Note that `names` keep their values; see `add`."""
+        for name in names:
+            arrive(name)
+            self.kept.add(name)
+
+    def checked(self, expected: Mapping[str, ParamMeta]) -> list[CheckedPatch]:
+        """All patches, compared with what was announced; what had been compared before is not looked at again.
+
+        Raises:
+            UpdateRefused: One does not fit.
+        """
+        for patch in self.patches[len(self._checked) :]:
+            self._checked.append(check_patch(patch, expected[patch.name]))
+        return self._checked
 
 
-def _offsets(positions: torch.Tensor, entry: Entry, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where in the memory of `target` the positions lie, and a mask of those that lie there at all."""
-    shape = entry.tensors[0].shape
-    starts = (0,) * len(shape) if entry.box is None else entry.box.start
-    offsets, rest = torch.zeros_like(positions), positions
-    mine = torch.ones_like(positions, dtype=torch.bool)
-    for dim in reversed(range(len(shape))):
-        index = rest % shape[dim] - starts[dim]
-        rest = rest // shape[dim]
-        mine &= (index >= 0) & (index < target.size(dim))
-        offsets += index * target.stride(dim)
-    return offsets[mine], mine
+def _overlap(boxes: Sequence[Box | None]) -> bool:
+    """Whether two boxes have an element in common; those that do not fit each other are refused elsewhere."""
+    if len(boxes) > 1 and None in boxes:
+        return True
+    active: list[Box] = []
+    for box in sorted((box for box in boxes if box is not None and not box.empty), key=lambda box: box.start):
+        active = [one for one in active if one.stop[:1] > box.start[:1] or not box.start]
+        if any(len(one.start) == len(box.start) and not one.intersect(box).empty for one in active):
+            return True
+        active.append(box)
+    return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from weightwire import staging
 from weightwire.load_plan import LoadPlan
 from weightwire.plan_building import plan_of_pieces
+from weightwire.plan_patching import PatchRoutes
 from weightwire.recorded_install import feed, from_pieces
 
 
@@ -24,20 +25,23 @@ class PieceStaging:
     Attributes:
         recorded: As given.
         plan: Where the pieces land in `memory`, see `plan_of_pieces`.
+        routes: Where elements of the sources land in it.
         allocated_bytes: Allocated since the owner last set it to 0.
     """
 
     def __init__(self, recorded: LoadPlan, device: torch.device) -> None:
         self.recorded = recorded
         self.plan = plan_of_pieces(recorded)
+        self.routes = PatchRoutes(self.plan.copies)
         self.allocated_bytes = 0
         self._device = device
         self._memory: dict[str, Tensor] = {}
 
     def memory(self) -> dict[str, Tensor]:
-        """A flat tensor for each target of the plan; allocated when it is first asked for."""
+        """A flat tensor for each target of the plan, to receive into; allocated when it is first asked for."""
         if not self._memory:
-            self._allocate()
+            with torch.inference_mode(False):  # it may be written in any mode
+                self._allocate()
         for flat in self._memory.values():
             staging.poison(flat.untyped_storage())
         return self._memory
@@ -55,16 +59,24 @@ class PieceStaging:
             self._memory[target.name] = torch.empty(0, dtype=target.dtype, device=self._device).set_(storage)
             self.allocated_bytes += nbytes
 
+    @property
+    def held(self) -> Mapping[str, Tensor]:
+        """What came last, or nothing, in tensors as those of `memory`."""
+        return self._memory
+
     def forget(self) -> None:
         """Never hand this memory out again: late bytes may still arrive in it."""
         self._memory = {}
 
-    def feed(self, load: Callable[[Iterable[tuple[str, Tensor]]], object], device: torch.device) -> None:
+    def feed(
+        self, load: Callable[[Iterable[tuple[str, Tensor]]], object], device: torch.device, *, keep: bool = False
+    ) -> None:
         """Call the loader with what came.
 
         Args:
             load: The loader that was recorded.
             device: Where its stand-ins claim to be.
+            keep: What came is needed again: the loader, which may write into what it gets in full, gets copies.
 
         Raises:
             UpdateRefused: The loader asks for what it did not use when it was recorded.
@@ -74,4 +86,10 @@ class PieceStaging:
         pieces = dict(zip(self.recorded.pieces, itertools.islice(flat, len(self.recorded.pieces)), strict=True))
         names = self.recorded.full_sources
         full = {name: one.view(self.recorded.by_name[name].shape) for name, one in zip(names, flat, strict=True)}
-        feed(self.recorded, load, from_pieces(pieces), full, device=device)
+
+        def own(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in pairs:
+                yield name, tensor.clone() if name in full else tensor
+
+        loader = (lambda pairs: load(own(pairs))) if keep else load
+        feed(self.recorded, loader, from_pieces(pieces), full, device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -22,7 +22,7 @@ def plan_of_boxes(boxes: Iterable[tuple[ParamMeta, Box | None]]) -> LoadPlan:
     """
     pairs = list(boxes)
     sources = tuple(meta if meta.owners is None else ParamMeta(meta.name, meta.dtype, meta.shape) for meta, _ in pairs)
-    parts = [(meta, whole(meta.shape) if box is None else _region(meta, box)) for meta, box in pairs]
+    parts = [(meta, whole(meta.shape) if box is None else region_of_box(meta.shape, box)) for meta, box in pairs]
     return LoadPlan(
         sources=sources,
         targets=tuple(_target(meta.name, meta.dtype, part.sizes) for meta, part in parts),
@@ -62,7 +62,8 @@ def _landing_copy(source: str, part: Region, target: str) -> Copy:
     return Copy(source, normal, target, whole(normal.sizes))
 
 
-def _region(meta: ParamMeta, box: Box) -> Region:
-    strides = row_major(meta.shape)
+def region_of_box(shape: Sequence[int], box: Box) -> Region:
+    """The elements of a box of a contiguous tensor of shape `shape`, in order."""
+    strides = row_major(shape)
     offset = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
     return Region(offset, box.shape, strides)

@@ -77,7 +77,8 @@ def _storage(target: Target, tensors: Mapping[str, Tensor]) -> Tensor:
     start = min(max(shift, 0), whole)
     if shift < 0 or whole - start < min(target.size, _reach(target)):
         raise UpdateRefused(f"the storage of {target.name!r} is too small", parameter=target.name)
-    return first.detach().as_strided((whole - start,), (1,), start)
+    # Of what was made in inference mode and rebound since, `detach()` would have no views in other modes.
+    return first.data.as_strided((whole - start,), (1,), start)
 
 
 def _found(view: View, target: Target, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ from weightwire.layout import metadata_digest
 from weightwire.link import base_error
 from weightwire.messages import WeightTransferUpdateInfo
 from weightwire.session import Revision
-from weightwire.sink import CommitReport, WeightSink
+from weightwire.sink import CommitReport, UpdateSpec, WeightSink
 
 if TYPE_CHECKING:
     from weightwire.engine import WeightTransferEngine
@@ -69,6 +69,7 @@ class Round:
         self.number: int | None = None
         self.revision: Revision | None = None
         self.bytes = 0
+        self._spec: UpdateSpec | None = None
         self.seconds: dict[str, float] = {}
         self._made = time.perf_counter()
 
@@ -129,15 +130,18 @@ class Round:
                 "scope": spec.scope,
                 "revision": update_info.revision,
             }
-            payload = {"revision": self._held.to_json() if self._held else None}
+            whole = self._held is not None and not (self._full_only or self._sink.torn)
+            payload = {"revision": self._held.to_json() if self._held and whole else None}
+            if refusal is None:
+                payload |= self._engine.standing(spec)
             outcome = link.begin(self.number, deadline, agree=agree, error=refusal, payload=payload)
             self._heard = not outcome.unanimous
             outcome.raise_failed()
         if refusal is not None:
             raise refusal
         self._begun = True
+        self._spec = spec
         self._keep_readers_out(deadline)
-        self.bytes = self._engine.update_bytes(spec)
 
     def _keep_readers_out(self, deadline: Deadline) -> None:
         """An in-place update writes what readers read: refuse new ones and wait for the present ones."""
@@ -156,6 +160,8 @@ class Round:
             WeightwireError: Why nobody commits, in the words of the rank that cannot.
         """
         refusal = self._prepared(deadline)
+        if self._spec is not None:
+            self.bytes = self._engine.update_bytes(self._spec)
         with ExitStack() as stack, self._watched(deadline):
             if self._commit_policy == "per_server":
                 self._vote(deadline, refusal)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weightwire.errors import Unsupported
-from weightwire.layout import ParamMeta, dtype_name
+from weightwire.layout import Box, ParamMeta, dtype_name
 from weightwire.load_plan import LoadPlan
 from weightwire.plan_building import plan_of_boxes
 
@@ -46,17 +46,20 @@ class UpdateSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patch:
-    """New values for some elements of one parameter.
+    """New values for some elements of one parameter; its tensors stay as they are until the update is over.
 
     Attributes:
         name: The parameter.
-        positions: Indices into the parameter flattened in contiguous order; 1-D, int32 or int64, no two alike.
-        values: As many values, 1-D, of the parameter's dtype; written bit for bit.
+        positions: Indices into the box flattened in contiguous order; 1-D, int32 or int64, no two alike, cheapest if
+            ascending. None is every element of the box, in order.
+        values: As many values, 1-D, of the dtype of the update; written bit for bit.
+        box: The part of the full parameter that the positions count in; None is all of it.
     """
 
     name: str
-    positions: torch.Tensor
+    positions: torch.Tensor | None
     values: torch.Tensor
+    box: Box | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,10 @@ class WeightSink(ABC):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"load"})
-    """The ways in that this sink has, of `load`, `targets`, `adopt` and `patch`; all have `landing`."""
+    """The ways in that this sink has, of `load`, `targets`, `adopt` and `patch`; all have `landing`.
+
+    `keep` and `outcome` belong to `patch`.
+    """
 
     def __init__(
         self,
@@ -247,20 +253,51 @@ class WeightSink(ABC):
         """
         raise self._lacks("adopt")
 
+    # Changing what serves
+
+    def unpatchable(self, metadata: Sequence[ParamMeta]) -> str | None:
+        """Why an update of these tensors cannot be patched into what serves now, in words; None if it can.
+
+        Asked before an update, which by then may have to bring everything.
+        """
+        return f"a {type(self).__name__} has no patch()"
+
     def patch(self, patches: Sequence[Patch]) -> None:
         """Hold changes back for `prepare`, which checks them, and `commit`, which writes them into live weights.
+
+        One call may bring several boxes of a parameter. What a later call brings for it goes on top.
+
+        Raises:
+            UpdateRefused: A name is not in the update, came by another way, or comes twice in boxes that overlap.
+        """
+        raise self._lacks("patch")
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Say that these tensors of the update keep the values that they have.
 
         Raises:
             UpdateRefused: A name is not in the update, or comes twice.
         """
-        raise self._lacks("patch")
+        raise self._lacks("keep")
+
+    def outcome(self, plan: LoadPlan) -> Iterator[tuple[str, torch.Tensor]]:
+        """What commit would leave in the targets of a `load_plan`, after `patch` and `keep` and before `prepare`.
+
+        Returns:
+            Each target that the plan writes, with a flat tensor in which its regions count; only to be read, and let
+            go of before the next one, since one that is patched is a copy.
+
+        Raises:
+            UpdateRefused: A patch does not fit.
+        """
+        raise self._lacks("outcome")
 
     @abstractmethod
     def prepare(self) -> None:
         """Do everything that can fail.
 
         Raises:
-            UpdateRefused: Something never came, or a patch does not fit.
+            UpdateRefused: Something never came, a patch does not fit, or there is nothing whole to be patched.
         """
 
     @abstractmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,6 +33,7 @@ from weightwire.errors import (
 from weightwire.layout import ParamMeta
 from weightwire.report import TransferReport
 from weightwire.session import Revision
+from weightwire.sink import Scope
 from weightwire.source_reader import PresentSource
 from weightwire.trainer_link import TrainerLink, TTrainerInitInfo
 from weightwire.trainer_round import TrainerRound
@@ -40,6 +41,9 @@ from weightwire.trainer_round import TrainerRound
 
 class TrainerWeightTransferEngine(TrainerLink[TTrainerInitInfo]):
     """Sends a model's weights over one transport. Made by `trainer_init`; its attributes are those of `TrainerLink`."""
+
+    compares_standings: ClassVar[bool] = False
+    """Whether what it sends depends on what each worker holds: `begun` then hears."""
 
     # What a transport writes
 
@@ -69,6 +73,37 @@ class TrainerWeightTransferEngine(TrainerLink[TTrainerInitInfo]):
     def path(self) -> str:
         """The way the bytes take, for the report."""
         return self.backend
+
+    @property
+    def round_metadata(self) -> tuple[ParamMeta, ...]:
+        """What the present round brings: by default what the source declares."""
+        return self.metadata
+
+    @property
+    def scope(self) -> Scope:
+        """`"partial"` where the present round brings only some of the model's parameters, as a source may say."""
+        scope: Scope = getattr(self.source, "scope", "full")
+        return scope
+
+    @property
+    def verified(self) -> bool:
+        """Whether the present round proved that what the workers hold is what was sent."""
+        return self.init_info.checksum
+
+    def report_details(self) -> dict[str, Any]:
+        """What this transport adds, as JSON, to what the report says of this rank's part in a round."""
+        return {}
+
+    def standing(self) -> dict[str, Any]:
+        """What this rank says of itself, as JSON, as a round begins."""
+        return {}
+
+    def begun(self, standings: dict[int, Any]) -> None:
+        """Hear what every member said of itself as the round began, by member rank; with `compares_standings` only.
+
+        Beside what its engine adds with `standing`, there is the `revision`: of a worker the one that it holds, None
+        if its weights can only be replaced whole, and of trainer rank 0 the one that the round makes.
+        """
 
     # A round
 
@@ -179,6 +214,8 @@ class TrainerWeightTransferEngine(TrainerLink[TTrainerInitInfo]):
                     report = current.run(reinitialised=reinitialised)
             finally:
                 self.end_round()
+                # A worker may have committed what failed elsewhere: no other weights may have that revision.
+                self.next_revision = Revision(self.next_revision.lineage, self.next_revision.number + 1)
         except BaseException as raised:
             current.conclude()
             error = self.rendezvous.explain(raised)
@@ -195,7 +232,6 @@ class TrainerWeightTransferEngine(TrainerLink[TTrainerInitInfo]):
                 raise error from raised
             raise
         self.acknowledged = Revision.from_json(report.revision)
-        self.next_revision = Revision(self.next_revision.lineage, self.next_revision.number + 1)
         return report
 
     def _was_lost(self, error: BaseException) -> bool:

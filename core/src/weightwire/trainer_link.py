@@ -51,6 +51,8 @@ class TrainerLink(ABC, Generic[TTrainerInitInfo]):
     consumes: ClassVar[Literal["full", "local"]] = "full"
     """Which mode of the source this transport reads."""
     wire_version: ClassVar[int] = 1
+    needs_source: ClassVar[bool] = True
+    """Whether there is nothing to send without a source."""
     needs_load_plans: ClassVar[bool] = False
     """Whether it plans from what the workers load: `load_plans` then holds one for each worker rank."""
 
@@ -157,14 +159,16 @@ class TrainerLink(ABC, Generic[TTrainerInitInfo]):
     def _configure(self, info: TTrainerInitInfo) -> None:
         self.init_info = info
         source = self.source
-        if source is None:
+        if source is None and self.needs_source:
             raise MetadataError(f"backend {self.backend!r} needs a source of weights: pass source=ModuleSource(model)")
-        able = source.implements_iter_full() if self.consumes == "full" else source.implements_iter_local()
-        if not able:
-            raise MetadataError(
-                f"{type(source).__name__} does not implement iter_{self.consumes}, which backend {self.backend!r} reads"
-            )
-        self.metadata = tuple(source.metadata)
+        if source is not None:
+            able = source.implements_iter_full() if self.consumes == "full" else source.implements_iter_local()
+            if not able:
+                raise MetadataError(
+                    f"{type(source).__name__} does not implement iter_{self.consumes}, which backend "
+                    f"{self.backend!r} reads"
+                )
+        self.metadata = () if source is None else tuple(source.metadata)
         check_metadata(self.metadata)
         self.metadata_digest = metadata_digest(self.metadata)
         self.total_bytes = total_bytes(self.metadata)

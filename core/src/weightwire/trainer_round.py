@@ -19,6 +19,7 @@ from weightwire.clients.protocol import PauseMode
 from weightwire.control_call import ControlCall
 from weightwire.deadline import Deadline
 from weightwire.errors import WeightwireError
+from weightwire.layout import metadata_digest, total_bytes
 from weightwire.rendezvous import Outcome, Rendezvous
 from weightwire.report import ProgressEvent, RankReport, TransferReport
 
@@ -61,11 +62,6 @@ class TrainerRound:
         self.refused = False
         """Whether the round ended with a refusal that every rank heard of, so that the link stays."""
 
-    @property
-    def _scope(self) -> str:
-        """`"partial"` where the source says that it is only some of the model's parameters."""
-        return getattr(self._engine.source, "scope", "full")
-
     def run(self, *, reinitialised: bool) -> TransferReport:
         """Go through the round.
 
@@ -77,10 +73,17 @@ class TrainerRound:
             self._tell("begin")
             self._beside(self._start_and_update, "update_weights")
             refusal = self._prepared()
-            agree = {"metadata": engine.metadata_digest, "scope": self._scope}
-            self._decide(
-                self._rendezvous.exchange(f"begin-{number}", deadline=self._deadline, agree=agree, error=refusal)
+            outcome = self._rendezvous.exchange(
+                f"begin-{number}",
+                deadline=self._deadline,
+                agree={"metadata": self._metadata_digest(), "scope": engine.scope},
+                error=refusal,
+                payload=self._standing(),
+                gather=engine.compares_standings,
             )
+            self._decide(outcome)
+            if engine.compares_standings:
+                engine.begun(outcome.payloads)
         self.begun = True
         faults.reach("trainer.begin")
         self._rendezvous.note_phase(f"transfer-{number}")
@@ -94,13 +97,28 @@ class TrainerRound:
             self._beside(lambda: engine.control.finish(self._label, self._deadline), "finish_weight_update")
             self._decide(self._rendezvous.exchange(f"vote-{number}", deadline=self._deadline))
             self._result()
-            payload = {"bytes": sent, "seconds": self._seconds}
+            payload = {"bytes": sent, "seconds": self._seconds, "details": engine.report_details()}
             if engine.is_sender:
                 payload["revision"] = self._engine.next_revision.to_json()
             done = self._rendezvous.exchange(f"done-{number}", deadline=self._deadline, payload=payload, gather=True)
             done.raise_failed()
         self._tell("done")
         return self._report(done, reinitialised=reinitialised)
+
+    def _standing(self) -> dict[str, Any]:
+        engine = self._engine
+        own = {"revision": engine.next_revision.to_json()} if engine.is_sender else {}
+        return {**own, **engine.standing()}
+
+    def _metadata_digest(self) -> str:
+        engine = self._engine
+        if engine.round_metadata is engine.metadata:
+            return engine.metadata_digest
+        return metadata_digest(engine.round_metadata)
+
+    def _total_bytes(self) -> int:
+        engine = self._engine
+        return engine.total_bytes if engine.round_metadata is engine.metadata else total_bytes(engine.round_metadata)
 
     def _prepared(self) -> WeightwireError | None:
         try:
@@ -117,7 +135,7 @@ class TrainerRound:
             "round": self._number,
             "trainer": engine.trainer_id,
             "revision": self._engine.next_revision.to_json(),
-            "scope": self._scope,
+            "scope": engine.scope,
             "label": self._label,
             "pause": self._pause,
             "timeout": self._deadline.remaining(),
@@ -171,22 +189,22 @@ class TrainerRound:
             transport=engine.backend,
             path=engine.path,
             round=self._number,
-            scope=self._scope,
-            parameters=len(engine.metadata),
-            bytes=engine.total_bytes,
+            scope=engine.scope,
+            parameters=len(engine.round_metadata),
+            bytes=self._total_bytes(),
             seconds=self._seconds,
             label=self._label,
             revision=done.payloads[0]["revision"],
             previous=previous.to_json() if previous is not None else None,
             ranks=tuple(ranks),
             reinitialised=reinitialised,
-            verified=engine.init_info.checksum,
+            verified=engine.verified,
             servers=tuple(outcomes()) if callable(outcomes) else (),
         )
 
     def _tell(self, phase: str) -> None:
         if self._engine.on_progress is not None:
-            self._engine.on_progress(ProgressEvent(phase=phase, parameters=len(self._engine.metadata)))
+            self._engine.on_progress(ProgressEvent(phase=phase, parameters=len(self._engine.round_metadata)))
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from plugins.m2n.tests.fleet import (
+from core.tests.sharded_fleet import (
     Named,
     Pairs,
     State,
-    Trainers,
     boxes,
     change,
     drive,
@@ -23,6 +22,7 @@ from plugins.m2n.tests.fleet import (
     sent_by,
     serve,
 )
+from plugins.m2n.tests.fleet import Trainers
 from weightwire.clients.fanout import FanoutClient
 from weightwire.errors import PeerLost
 from weightwire.layout import ParamMeta

@@ -13,7 +13,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from plugins.m2n.tests.fleet import Pairs, State, Trainers, boxes, close_host, digests, held, sent_by, serve, whole
+from core.tests.sharded_fleet import Pairs, State, boxes, close_host, digests, held, sent_by, serve, whole
+from plugins.m2n.tests.fleet import Trainers
 from plugins.m2n.tests.random_scenes import random_meta, strided
 from weightwire.layout import ParamMeta
 from weightwire.sink import as_sink

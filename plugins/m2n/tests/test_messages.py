@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from plugins.m2n.tests.fleet import BoxSource, Named, digests, loaded
+from core.tests.sharded_fleet import BoxSource, Named, digests, loaded
 from weightwire.clients.local import LocalClient
 from weightwire.collective import TorchCommunicator
 from weightwire.errors import MessageError, MetadataError, TransferError, Unsupported

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from plugins.m2n.tests.fleet import (
-    Trainers,
+from core.tests.sharded_fleet import (
     boxes,
     change,
     close_host,
@@ -26,6 +25,7 @@ from plugins.m2n.tests.fleet import (
     serve,
     whole,
 )
+from plugins.m2n.tests.fleet import Trainers
 from weightwire.clients.fanout import FanoutClient
 from weightwire.errors import UpdateRefused
 from weightwire.layout import ParamMeta, Shard

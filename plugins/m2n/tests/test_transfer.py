@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from core.tests.distributed_ranks import process_group
-from core.tests.sink_models import same_bits
-from plugins.m2n.tests.fleet import (
+from core.tests.sharded_fleet import (
     BoxSource,
     Pairs,
     State,
-    Trainers,
     boxes,
     close_host,
     details_of,
@@ -32,7 +30,9 @@ from plugins.m2n.tests.fleet import (
     serve,
     whole,
 )
-from plugins.m2n.tests.serving import HIDDEN, Served, flat, hybrid, policy_tensors, served, sharded, two_ways
+from core.tests.sharded_models import HIDDEN, Served, flat, hybrid, policy_tensors, served, sharded, two_ways
+from core.tests.sink_models import same_bits
+from plugins.m2n.tests.fleet import Trainers
 from weightwire.clients.fanout import FanoutClient
 from weightwire.errors import SourceMismatch, UpdateRefused
 from weightwire.layout import ParamMeta, Placement, Replicate, Shard, total_bytes

@@ -26,8 +26,8 @@ def rounds(state: State, folder: Path, family: str, ranks: int) -> list[dict[str
 
 def _one_rank(vllm_config: Any, checkpoints: list[dict[str, Tensor]]) -> dict[str, Any]:
     models = [loaded(vllm_config, checkpoints[0]) for _ in range(2)]
-    by_regions, in_full = (_sink(model, vllm_config) for model in models)
-    metadata = _metadata(checkpoints[0])
+    by_regions, in_full = (sink_of(model, vllm_config) for model in models)
+    metadata = metadata_of(checkpoints[0])
     plan = by_regions.load_plan(metadata)
     told: dict[str, Any] = {
         "allocated": [],
@@ -37,51 +37,51 @@ def _one_rank(vllm_config: Any, checkpoints: list[dict[str, Tensor]]) -> dict[st
         "in full": sum(tensor.nbytes for tensor in checkpoints[0].values()),
     }
     for tensors in (checkpoints[1], checkpoints[2]):
-        told["allocated"].append(_update_by_regions(by_regions, plan, tensors))
-        _update_in_full(in_full, tensors)
+        told["allocated"].append(update_by_regions(by_regions, plan, tensors))
+        update_in_full(in_full, tensors)
         told["differs"] += differing(*models) + differing(models[0], loaded(vllm_config, tensors))
     by_regions.begin(UpdateSpec(metadata))
     by_regions.landing(plan)
     by_regions.abort(retire=True)
     told["differs"] += differing(*models)
     for tensors in (checkpoints[1], checkpoints[0]):
-        told["allocated"].append(_update_by_regions(by_regions, plan, tensors))
-    told["allocated"].append(_update_in_full(by_regions, checkpoints[1]))
-    _update_in_full(in_full, checkpoints[1])
+        told["allocated"].append(update_by_regions(by_regions, plan, tensors))
+    told["allocated"].append(update_in_full(by_regions, checkpoints[1]))
+    update_in_full(in_full, checkpoints[1])
     told["differs"] += differing(*models)
     changed = differing(models[0], loaded(vllm_config, checkpoints[0]))
     told["as before"] = [name for name, _ in models[0].named_parameters() if name not in changed]
     return told
 
 
-def _update_by_regions(sink: Any, plan: LoadPlan, tensors: dict[str, Tensor]) -> int:
-    metadata = _metadata(tensors)
+def update_by_regions(sink: Any, plan: LoadPlan, tensors: dict[str, Tensor]) -> int:
+    metadata = metadata_of(tensors)
     sink.begin(UpdateSpec(metadata))
     assert sink.load_plan(metadata) is plan
-    _fill(plan, sink.landing(plan), tensors)
+    fill(plan, sink.landing(plan), tensors)
     sink.landed(plan)
     sink.prepare()
     return int(sink.commit().allocated_bytes)
 
 
-def _update_in_full(sink: Any, tensors: dict[str, Tensor]) -> int:
-    sink.begin(UpdateSpec(_metadata(tensors)))
+def update_in_full(sink: Any, tensors: dict[str, Tensor]) -> int:
+    sink.begin(UpdateSpec(metadata_of(tensors)))
     sink.load(tensors.items())
     sink.prepare()
     return int(sink.commit().allocated_bytes)
 
 
-def _sink(model: nn.Module, vllm_config: Any, **options: Any) -> Any:
+def sink_of(model: nn.Module, vllm_config: Any, **options: Any) -> Any:
     from weightwire_vllm.sink import VLLMSink
 
     return VLLMSink(model, vllm_config.model_config, vllm_config, device=torch.device("cpu"), **options)
 
 
-def _metadata(tensors: dict[str, Tensor]) -> tuple[ParamMeta, ...]:
+def metadata_of(tensors: dict[str, Tensor]) -> tuple[ParamMeta, ...]:
     return tuple(ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
-def _fill(plan: LoadPlan, landing: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+def fill(plan: LoadPlan, landing: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
     """What a transport does."""
     for flat in landing.values():
         flat.view(torch.uint8).fill_(0xA5)
@@ -103,11 +103,11 @@ def in_full_after_all(state: State, folder: Path) -> dict[str, Any]:
         plain = loaded(vllm_config, new)
         for kind, tensors, options in (("cast", wide, {"cast": True}), ("no twin", new, {})):
             model = loaded(vllm_config, old)
-            sink = _sink(model, vllm_config, **options)
+            sink = sink_of(model, vllm_config, **options)
             sink.unchecked = "it has none" if kind == "no twin" else None
-            plan = sink.load_plan(_metadata(tensors))
+            plan = sink.load_plan(metadata_of(tensors))
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
-            told[kind] = {"more": _update_by_regions(sink, plan, tensors) - nbytes}
+            told[kind] = {"more": update_by_regions(sink, plan, tensors) - nbytes}
             told[kind]["differs"] = differing(model, plain)
     return told
 
@@ -121,8 +121,8 @@ def without_experts(state: State, folder: Path) -> dict[str, Any]:
     for vllm_config in each_rank(folder, 1):
         for kind, options in (("committed", {}), ("dropped", {"staging": "none"})):
             model, fresh = (loaded(vllm_config, old) for _ in range(2))
-            sink = _sink(model, vllm_config, **options)
-            sink.begin(UpdateSpec(_metadata(norm), scope="partial"))
+            sink = sink_of(model, vllm_config, **options)
+            sink.begin(UpdateSpec(metadata_of(norm), scope="partial"))
             sink.load(norm.items())
             sink.prepare()
             sink.commit() if kind == "committed" else sink.abort()
@@ -137,7 +137,7 @@ def refusals(state: State, folder: Path) -> dict[str, str]:
     tensors = make_checkpoint(folder, "Llama")
     said: dict[str, str] = {}
     for vllm_config in each_rank(folder, 1):
-        model, metadata = loaded(vllm_config, tensors), _metadata(tensors)
+        model, metadata = loaded(vllm_config, tensors), metadata_of(tensors)
         changes: dict[str, dict[str, Any]] = {
             "shape": {"model.norm.weight": (127,)},
             "name": {"model.nothing.weight": (3,)},
@@ -146,11 +146,11 @@ def refusals(state: State, folder: Path) -> dict[str, str]:
         for kind, change in changes.items():
             shapes: dict[str, Any] = {meta.name: meta.shape for meta in metadata} | change
             changed = [ParamMeta(name, torch.bfloat16, shape) for name, shape in shapes.items() if shape is not None]
-            said[kind] = _refused(_sink(model, vllm_config), changed)
+            said[kind] = _refused(sink_of(model, vllm_config), changed)
         float32 = [ParamMeta(meta.name, torch.float32, meta.shape) for meta in metadata]
-        said["dtype"] = _refused(_sink(model, vllm_config), float32)
-        said["none"] = _refused(_sink(model, vllm_config, staging="none"), metadata)
-        sink = _sink(model, vllm_config)
+        said["dtype"] = _refused(sink_of(model, vllm_config), float32)
+        said["none"] = _refused(sink_of(model, vllm_config, staging="none"), metadata)
+        sink = sink_of(model, vllm_config)
         plan = sink.load_plan(metadata)
         sink.load_plan(metadata[:1])
         sink.begin(UpdateSpec(metadata))

@@ -97,6 +97,14 @@ class Way:
         """On all ranks, before the first round: touch what `step` must not be timed touching."""
         seat.tensors()
 
+    def refresh(self, seat: Seat) -> None:
+        """On the sender, before each round: change what will be sent, so that no older round can pass for this one.
+
+        By default every byte of what `held` returns.
+        """
+        for tensor in self.held(seat):
+            as_bytes(tensor).add_(1)
+
     def step(self, seat: Seat) -> Mapping[str, Any] | None:
         """On all ranks at once, timed: move the payload, or on a receiver that receives by itself do nothing.
 
@@ -156,9 +164,8 @@ def connect(state: State, way: Way, offers: list[Any]) -> None:
 
 
 def refresh(state: State, name: str) -> None:
-    """Change every byte that will be sent, so that no older round can pass for this one."""
-    for tensor in state["ways"][name].held(state["seat"]):
-        as_bytes(tensor).add_(1)
+    """`Way.refresh` of this rank."""
+    state["ways"][name].refresh(state["seat"])
 
 
 def step(state: State, name: str, at: float) -> Step:

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 
-import torch
-
 from weightwire.checksums import Checksums
-from weightwire.collective import Handle, TorchCommunicator
+from weightwire.chunk_transfer import ChunkReceiver
+from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
 from weightwire.engine import WeightTransferEngine
 from weightwire.errors import Unsupported
 from weightwire.fleet import Fleet
 from weightwire.layout import ParamMeta
-from weightwire.packing import BufferRing, Chunk, Slot, plan_chunks, plan_digest, unpack_chunk
-from weightwire.source import as_bytes
+from weightwire.packing import BufferRing, Chunk, plan_chunks, plan_digest
 from weightwire_nccl.messages import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
-
-
-@dataclass(slots=True)
-class _Arriving:
-    """A chunk on its way: where it lands, and what has to be done once it is here."""
-
-    place: int
-    handle: Handle
-    buffers: list[torch.Tensor]
-    slot: Slot | None = None
-    tensors: list[torch.Tensor] = field(default_factory=list)
 
 
 class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo]):
@@ -95,8 +80,31 @@ class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, 
         """
         if self._communicator is None or self._init_info is None:
             raise self.not_initialised()
+        assert self._ring is not None
+        link, sink, info = self._require_link(), self.sink, self._init_info
         metadata = self.update_metadata(update_info)
-        _Reception(self, self._communicator, metadata, self._plan(metadata, self._init_info)).run(update_info.round)
+        chunks = self._plan(metadata, info)
+        checksums = Checksums(enabled=link.info.checksum)
+        # In the order of the chunks, so that what travels together can be copied together.
+        names = chain.from_iterable(chunk.names for chunk in chunks)
+        ChunkReceiver(
+            chunks,
+            metadata,
+            self._communicator,
+            self._ring,
+            senders={rank: place for place, rank in enumerate(link.info.senders)},
+            targets=sink.targets(names) if "targets" in sink.capabilities else {},
+            received=sink.received,
+            load=sink.load,
+            loose_bytes=info.packed_num_buffers * info.packed_buffer_size_bytes,
+            deadline=self.deadline,
+            device=self.device,
+            checksums=checksums,
+        ).run()
+        if link.info.checksum:
+            payloads = link.gather(f"checksum-{update_info.round}", self.deadline)
+            for rank in link.info.senders:
+                checksums.compare(payloads[rank], lambda place: chunks[place].names, transport=self.backend)
 
     def disconnect(self, *, error: BaseException | None = None) -> None:
         """Leave the group; one that failed is parked until its threads have ended."""
@@ -104,101 +112,3 @@ class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, 
         ring, self._ring = self._ring, None
         if communicator is not None:
             communicator.leave([ring, self.sink], error=error)
-
-
-class _Reception:
-    """The chunks of one round, received in the order of the plan with several on their way."""
-
-    def __init__(
-        self,
-        engine: NCCLWeightTransferEngine,
-        communicator: TorchCommunicator,
-        metadata: Sequence[ParamMeta],
-        chunks: Sequence[Chunk],
-    ) -> None:
-        ring, link, info = engine._ring, engine.link, engine._init_info
-        assert ring is not None and link is not None and info is not None
-        self._sink = engine.sink
-        self._ring = ring
-        self._link = link
-        self._communicator = communicator
-        self._metadata = metadata
-        self._chunks = chunks
-        self._deadline = engine.deadline
-        self._device = engine.device
-        # In the order of the chunks, so that what travels together can be copied together.
-        names = chain.from_iterable(chunk.names for chunk in chunks)
-        self._targets = self._sink.targets(names) if "targets" in self._sink.capabilities else {}
-        self._arriving: deque[_Arriving] = deque()
-        self._loose_bytes = 0
-        self._ring_bytes = info.packed_num_buffers * info.packed_buffer_size_bytes
-        self._checksums = Checksums(enabled=link.info.checksum)
-
-    def run(self, number: int | None) -> None:
-        self._communicator.begin_round()
-        for place, chunk in enumerate(self._chunks):
-            self._post(place, chunk)
-        while self._arriving:
-            self._take()
-        if self._link.info.checksum:
-            self._compare(number)
-
-    def _post(self, place: int, chunk: Chunk) -> None:
-        source = self._link.info.senders.index(chunk.sender)
-        slot, tensors = None, []
-        if chunk.packed:
-            while (slot := self._ring.try_acquire()) is None:
-                self._take()
-            buffers = [slot.buffer[: chunk.nbytes]]
-        else:
-            tensors = self._landings([self._metadata[item.index] for item in chunk.items])
-            buffers = [as_bytes(tensor) for tensor in tensors]
-        handle = self._communicator.receive(buffers, source, deadline=self._deadline)
-        self._arriving.append(_Arriving(place, handle, buffers, slot, tensors))
-
-    def _landings(self, metas: Sequence[ParamMeta]) -> list[torch.Tensor]:
-        """Where large parameters land: their targets, or memory of their own for a sink that has none for them."""
-        loose = self._loose(metas)
-        # At most one ring's worth of such memory is on its way at a time.
-        while self._arriving and loose and self._loose_bytes + loose > self._ring_bytes:
-            self._take()
-        self._loose_bytes += loose
-        return [
-            target
-            if (target := self._targets.get(meta.name)) is not None
-            else torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
-            for meta in metas
-        ]
-
-    def _loose(self, metas: Sequence[ParamMeta]) -> int:
-        return sum(meta.nbytes for meta in metas if meta.name not in self._targets)
-
-    def _take(self) -> None:
-        """Wait for the oldest chunk and hand it to the sink."""
-        arrived = self._arriving.popleft()
-        arrived.handle.wait(self._deadline)
-        self._checksums.add(arrived.place, arrived.buffers)
-        chunk = self._chunks[arrived.place]
-        if arrived.slot is not None:
-            copied, views = unpack_chunk(arrived.buffers[0], chunk, self._metadata, self._targets)
-            if copied:
-                self._sink.received(copied)
-            self._sink.load(views)
-            arrived.slot.release()
-            return
-        metas = [self._metadata[item.index] for item in chunk.items]
-        if direct := [meta.name for meta in metas if meta.name in self._targets]:
-            self._sink.received(direct)
-        loose = [
-            (meta.name, tensor)
-            for meta, tensor in zip(metas, arrived.tensors, strict=True)
-            if meta.name not in self._targets
-        ]
-        if loose:
-            self._sink.load(loose)
-            self._loose_bytes -= self._loose(metas)
-
-    def _compare(self, number: int | None) -> None:
-        payloads = self._link.gather(f"checksum-{number}", self._deadline)
-        for rank in self._link.info.senders:
-            self._checksums.compare(payloads[rank], lambda place: self._chunks[place].names, transport="nccl")

@@ -6,20 +6,16 @@ in pieces, several in flight. Memory beyond the model is the ring.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from itertools import compress
 from typing import Any, Self, cast
 
-import torch
-
 from weightwire.checksums import Checksums
+from weightwire.chunk_transfer import ChunkSender, ChunkShare
 from weightwire.clients.protocol import VLLMWeightSyncClient
 from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
-from weightwire.packing import BufferRing, Chunk, fill_chunk, plan_chunks, plan_digest
+from weightwire.packing import BufferRing, Chunk, plan_chunks, plan_digest
 from weightwire.report import ProgressEvent
-from weightwire.source import WeightSource, as_bytes
+from weightwire.source import WeightSource
 from weightwire.trainer import TrainerWeightTransferEngine
 from weightwire_nccl.messages import NCCLTrainerInitInfo
 from weightwire_nccl.stock import StockNCCLTrainer
@@ -34,7 +30,7 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
     _communicator: TorchCommunicator | None = None
     _ring: BufferRing | None = None
     _chunks: list[Chunk] | None = None
-    _share: _Share | None = None
+    _share: ChunkShare | None = None
 
     @classmethod
     def trainer_init(
@@ -73,9 +69,9 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
             self._chunks = plan_chunks(self.metadata, buffer_bytes=info.buffer_bytes, packed=info.packed)
         return self._chunks
 
-    def _own_share(self) -> _Share:
+    def _own_share(self) -> ChunkShare:
         if self._share is None:
-            self._share = _Share(self._plan(), self.rank)
+            self._share = ChunkShare(self._plan(), self.rank)
         return self._share
 
     def plan_digest(self) -> str:
@@ -113,14 +109,37 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
 
     def transmit(self, number: int, deadline: Deadline) -> int:
         """Send what this rank owns first; iterate the rest so that gathers line up."""
-        sending = _Sending(self, deadline)
-        sending.run()
+        checksums = Checksums(enabled=self.init_info.checksum)
+        sending = ChunkSender(
+            self._own_share(),
+            self._communicator,
+            self._ring,
+            list(self.fleet.receivers),
+            deadline=deadline,
+            checksums=checksums,
+            tell=self._told,
+        )
+        for places, tensors in self.batches():
+            sending.give(places, tensors)
+        sending.finish()
         if self.init_info.checksum:
             assert self.rendezvous is not None
             self.rendezvous.exchange(
-                f"checksum-{number}", deadline=deadline, payload=sending.checksums.values, gather=True
+                f"checksum-{number}", deadline=deadline, payload=checksums.values, gather=True
             ).raise_failed()
         return sending.sent
+
+    def _told(self, place: int, sent: int) -> None:
+        if self.on_progress is not None:
+            event = ProgressEvent(
+                phase="transfer",
+                parameter=self.metadata[place].name,
+                parameters_done=place + 1,
+                parameters=len(self.metadata),
+                bytes_done=sent,
+                bytes=self._own_share().total,
+            )
+            self.on_progress(event)
 
     def disconnect(self, *, error: BaseException | None = None) -> None:
         """Leave the group; one that failed is parked until its threads have ended."""
@@ -128,79 +147,3 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[NCCLTrainerIni
         ring, self._ring = self._ring, None
         if communicator is not None:
             communicator.leave([ring, self.source], error=error)
-
-
-class _Share:
-    """What one rank sends.
-
-    Args:
-        plan: All chunks.
-        rank: The trainer rank.
-
-    Attributes:
-        chunks: Its own, with their places in the plan.
-        mine: The places of their parameters in the metadata.
-        nbytes: Bytes of the parameters in each chunk, by its place in the plan.
-    """
-
-    def __init__(self, plan: Sequence[Chunk], rank: int) -> None:
-        self.chunks = [(place, chunk) for place, chunk in enumerate(plan) if chunk.sender == rank]
-        self.mine = {item.index for _, chunk in self.chunks for item in chunk.items}
-        self.nbytes = {place: sum(item.nbytes for item in chunk.items) for place, chunk in self.chunks}
-
-
-class _Sending:
-    """One walk over this rank's parameters."""
-
-    def __init__(self, engine: NCCLTrainerWeightTransferEngine, deadline: Deadline) -> None:
-        self._engine = engine
-        self._deadline = deadline
-        self._to = list(engine.fleet.receivers)
-        self._share = engine._own_share()
-        self._due = deque(self._share.chunks)
-        self._here: dict[int, torch.Tensor] = {}
-        self.sent = 0
-        self.checksums = Checksums(enabled=engine.init_info.checksum)
-
-    def run(self) -> None:
-        engine = self._engine
-        if engine._communicator is not None:
-            engine._communicator.begin_round()
-        for places, tensors in engine.batches():
-            mine = map(self._share.mine.__contains__, places)
-            self._here.update(compress(zip(places, tensors, strict=True), mine))
-            # Chunks go in the order of the plan, which is that of their last parameters.
-            while self._due and self._due[0][1].items[-1].index <= places[-1]:
-                self._send(*self._due.popleft())
-        assert not self._due, "every chunk of the plan is complete when the source ends"
-        if engine._communicator is not None:
-            engine._communicator.flush(self._deadline)
-
-    def _send(self, place: int, chunk: Chunk) -> None:
-        engine, slot = self._engine, None
-        assert engine._communicator is not None
-        assert engine._ring is not None
-        indices = [item.index for item in chunk.items]
-        parts = dict(zip(indices, map(self._here.pop, indices), strict=True))
-        if chunk.packed:
-            slot = engine._ring.acquire(self._deadline)
-            buffers = [fill_chunk(slot.buffer, chunk, parts)]
-        else:
-            buffers = [as_bytes(part) for part in parts.values()]
-        self.checksums.add(place, buffers)
-        handle = engine._communicator.send(buffers, self._to, deadline=self._deadline)
-        if slot is not None:
-            slot.release(after=handle)
-        self.sent += self._share.nbytes[place]
-        if engine.on_progress is not None:
-            engine.on_progress(self._progress(chunk.items[-1].index))
-
-    def _progress(self, index: int) -> ProgressEvent:
-        return ProgressEvent(
-            phase="transfer",
-            parameter=self._engine.metadata[index].name,
-            parameters_done=index + 1,
-            parameters=len(self._engine.metadata),
-            bytes_done=self.sent,
-            bytes=sum(self._share.nbytes.values()),
-        )

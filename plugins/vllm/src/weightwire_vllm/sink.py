@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -16,8 +16,9 @@ from weightwire.inventory import check_tensor
 from weightwire.layout import ParamMeta, total_bytes
 from weightwire.load_plan import LoadPlan
 from weightwire.module_update import check_complete
+from weightwire.patching import TORN, HeldPatches, ReadyPatch, apply_all
 from weightwire.piece_staging import PieceStaging
-from weightwire.sink import CommitReport, UpdateSpec, WeightSink
+from weightwire.sink import CommitReport, Patch, UpdateSpec, WeightSink
 from weightwire_vllm.install import Installation
 from weightwire_vllm.options import Staging
 from weightwire_vllm.twin import Twin
@@ -27,6 +28,8 @@ logger = init_logger("vllm.weightwire")
 
 class VLLMSink(WeightSink):
     """Takes checkpoint tensors for a live vLLM model, whose own loader installs them at commit.
+
+    What has come by regions is kept while it serves: patches change it, and all of it goes through vLLM's reload again.
 
     Args:
         model: The live model.
@@ -60,9 +63,10 @@ class VLLMSink(WeightSink):
         super().__init__(staging="in_place" if staging == "none" else "staged", strict=strict, cast=cast, commit="copy")
         self.device = device
         self.place: Staging = "host" if staging == "device" and device.type == "cpu" else staging
-        # A host buffer is no target for what arrives on a device.
-        if self.place == "device" or (self.place == "host" and device.type == "cpu"):
-            self.capabilities = frozenset({"load", "targets"})  # type: ignore[misc]
+        if self.place != "none":
+            # A host buffer is no target for what arrives on a device.
+            direct = {"targets"} if self.place == "device" or device.type == "cpu" else set()
+            self.capabilities = frozenset({"load", "patch", *direct})  # type: ignore[misc]
         self._configs = (model, model_config, vllm_config)
         self._twin: Twin | None = None
         self.unchecked: str | None = None
@@ -74,7 +78,15 @@ class VLLMSink(WeightSink):
         self._pieces: PieceStaging | None = None
         self._planned: tuple[tuple[ParamMeta, ...], LoadPlan] | None = None
         self._by_regions = False
+        self._serving = False
+        """Whether the pieces are what serves."""
+        self._dense = self._given = False
+        """Whether something came in another way than by patches; whether memory for it was given out."""
+        self._unproven = False
+        """Whether nobody has looked yet if the update would be complete without patches."""
         self._came: set[str] = set()
+        self._held = HeldPatches()
+        self._ready: list[ReadyPatch] = []
         self._allocated = 0
         self._installation: Installation | None = None
 
@@ -95,11 +107,15 @@ class VLLMSink(WeightSink):
             if meta.name in expected:
                 raise UpdateRefused(f"{meta.name!r} occurs twice in the update", parameter=meta.name)
             expected[meta.name] = meta
-        self._check(spec)
+        # What is patched need not bring whole layers: the others of a layer are here.
+        self._unproven = spec.scope == "partial" and self.unpatchable(spec.metadata) is None
+        if not self._unproven:
+            self._check(spec)
         self._allocated = 0
         if self._pieces is not None:
             self._pieces.allocated_bytes = 0
         self._spec, self._expected, self._came, self._by_regions = spec, expected, set(), False
+        self._held, self._ready, self._dense, self._given = HeldPatches(), [], False, False
 
     def _check(self, spec: UpdateSpec) -> None:
         key = (spec.metadata, spec.scope)
@@ -139,12 +155,13 @@ class VLLMSink(WeightSink):
         return torch.device("cpu") if self.place == "host" else self.device
 
     def _give_up_staging(self) -> None:
-        self._staged, self._layout = {}, ()
+        self._staged, self._layout, self._serving = {}, (), False
         if self._pieces is not None:
             self._pieces.forget()
 
     def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `WeightSink.load`."""
+        self._take_dense()
         if self.place == "none":
             self._stream(pairs)
             return
@@ -177,14 +194,19 @@ class VLLMSink(WeightSink):
 
     def targets(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """See `WeightSink.targets`."""
+        self._take_dense()
+        self._given = True
         staged = self._laid_out()
         return {name: staged[name] for name in names}
 
     def received(self, names: Iterable[str]) -> None:
         """See `WeightSink.received`."""
         for name in names:
-            self._announced(name)
-            self._came.add(name)
+            self._arrive(name)
+
+    def _arrive(self, name: str) -> None:
+        self._announced(name)
+        self._came.add(name)
 
     # By regions
 
@@ -201,7 +223,7 @@ class VLLMSink(WeightSink):
         key = tuple(metadata)
         if self._planned is None or self._planned[0] != key:
             self._check(UpdateSpec(key, scope="partial"))
-            self._pieces = self._recorded(key)
+            self._pieces, self._serving = self._recorded(key), False
             self._planned = key, super().load_plan(key) if self._pieces is None else self._pieces.plan
         return self._planned[1]
 
@@ -223,45 +245,123 @@ class VLLMSink(WeightSink):
 
     def landing(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
         """See `WeightSink.landing`: memory for the pieces alone."""
-        if self._planned is None or plan is not self._planned[1]:
-            raise UpdateRefused("the model is no longer as it was when the transfer was planned")
+        self._take_dense()
+        self._check_plan(plan)
+        self._given = True
         if self._pieces is None:
             return {name: tensor.view(-1) for name, tensor in self._laid_out().items()}
-        self._staged, self._layout = {}, ()
+        self._staged, self._layout, self._serving = {}, (), False
         return self._pieces.memory()
+
+    def _check_plan(self, plan: LoadPlan) -> None:
+        if self._planned is None or plan is not self._planned[1]:
+            raise UpdateRefused("the model is no longer as it was when the transfer was planned")
 
     def landed(self, plan: LoadPlan) -> None:
         """See `WeightSink.landed`."""
         self.received(meta.name for meta in plan.sources)
         self._by_regions = self._pieces is not None
 
+    # Changing what serves
+
+    def unpatchable(self, metadata: Sequence[ParamMeta]) -> str | None:
+        """See `WeightSink.unpatchable`: whether the pieces of what serves are here, from an update by regions."""
+        if self.place == "none":
+            return super().unpatchable(metadata)
+        if self._torn:
+            return TORN
+        if not self._serving or self._pieces is None:
+            return "vLLM's own weights cannot be patched, and no update by regions has left here what they are made of"
+        known = self._pieces.plan.by_name
+        for meta in metadata:
+            if known.get(meta.name) != ParamMeta(meta.name, meta.dtype, meta.shape):
+                return f"what is kept here of the last update has no {meta.name!r} of this shape and dtype"
+        return self._pieces.routes.reason
+
+    def patch(self, patches: Sequence[Patch]) -> None:
+        """See `WeightSink.patch`; nothing else may come in the same update."""
+        self._check_way("patch")
+        self._held.add(patches, self._arrive)
+
+    def keep(self, names: Iterable[str]) -> None:
+        """See `WeightSink.keep`."""
+        self._check_way("keep")
+        self._held.keep(names, self._arrive)
+
+    def outcome(self, plan: LoadPlan) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSink.outcome`: of the pieces."""
+        pieces = self._patchable()
+        self._check_plan(plan)
+        return pieces.routes.outcome(self._held.checked(self._expected), pieces.held, pieces.held.__getitem__)
+
+    def _patchable(self) -> PieceStaging:
+        if (reason := self.unpatchable(tuple(self._expected.values()))) is not None:
+            raise UpdateRefused(reason)
+        assert self._pieces is not None, "what cannot be patched says so"
+        return self._pieces
+
+    def _check_way(self, way: str) -> None:
+        if "patch" not in self.capabilities:
+            raise self._lacks(way)
+        self._refuse_mixing(self._dense)
+
+    def _take_dense(self) -> None:
+        self._refuse_mixing(bool(self._held))
+        if self._unproven:
+            assert self._spec is not None, "begin comes first"
+            self._check(self._spec)
+        self._dense, self._unproven = True, False
+
+    def _refuse_mixing(self, mixed: bool) -> None:
+        if mixed:
+            raise UpdateRefused("an update is either patches and what is kept, or brings whole tensors or regions")
+
+    # Closing an update
+
     def prepare(self) -> None:
         """See `WeightSink.prepare`."""
         assert self._spec is not None, "begin comes first"
         check_complete(self._expected, self._came)
+        if self._held:
+            pieces = self._patchable()
+            self._ready = pieces.routes.ready(self._held.checked(self._expected), pieces.held)
+            for patch in self._ready:
+                patch.remember()
 
     def commit(self) -> CommitReport:
         """See `WeightSink.commit`. An error leaves some layers new and some old, and `torn` set."""
         assert self._spec is not None, "begin comes first"
-        began, full, count = time.perf_counter(), self._spec.scope == "full", len(self._came)
-        in_place = self._installation is not None
+        began, full, in_place = time.perf_counter(), self._spec.scope == "full", self._installation is not None
+        by_pieces = self._by_regions or bool(self._held)
+        apply_all(self._ready)
         try:
             installation = self._open()
-            if self._by_regions:
+            if by_pieces:
                 assert self._pieces is not None
-                self._pieces.feed(installation.load, self._staging_device())
+                self._pieces.feed(installation.load, self._staging_device(), keep=True)
             elif not in_place:
                 installation.load(self._staged.items())
             installation.finish()
         except BaseException:
-            self._dirty = True
+            self._dirty, self._serving = True, False
             raise
-        self._installation, self._dirty = None, False
+        self._installation, self._dirty, self._serving = None, False, by_pieces
         self._torn &= not full
-        self._spec = None
-        seconds = time.perf_counter() - began
-        counts = {"in_place": count} if in_place else {"copied": count, "copied_because": {"vLLM's reload": count}}
-        return CommitReport(seconds=seconds, allocated_bytes=self.allocated_bytes, **counts)
+        report = self._report(time.perf_counter() - began, in_place=in_place)
+        self._close()
+        return report
+
+    def _report(self, seconds: float, *, in_place: bool) -> CommitReport:
+        count, patched = len(self._came), len(self._held.names)
+        if in_place:
+            return CommitReport(seconds, in_place=count)
+        if self._held:
+            return CommitReport(seconds, patched=patched)
+        because = {"vLLM's reload": count}
+        return CommitReport(seconds, copied=count, allocated_bytes=self.allocated_bytes, copied_because=because)
+
+    def _close(self) -> None:
+        self._spec, self._dirty, self._held, self._ready = None, False, HeldPatches(), []
 
     def abort(self, *, retire: bool = False) -> None:
         """See `WeightSink.abort`."""
@@ -269,9 +369,9 @@ class VLLMSink(WeightSink):
         installation, self._installation = self._installation, None
         if installation is not None:
             installation.abandon()
-        if retire:
+        if retire and self._given:
             self._give_up_staging()
-        self._spec, self._dirty = None, False
+        self._close()
 
     def checksums(self) -> dict[str, str]:
         """See `WeightSink.checksums`; of what the kernels use, which vLLM may have repacked."""
@@ -281,6 +381,7 @@ class VLLMSink(WeightSink):
     def reset(self) -> None:
         """See `WeightSink.reset`."""
         model: Any = self._configs[0]
+        self._serving = False
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()

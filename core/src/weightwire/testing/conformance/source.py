@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weightwire import faults
 from weightwire.layout import ParamMeta
 from weightwire.module_sink import ModuleSink
-from weightwire.sink import Scope
+from weightwire.sink import Patch, Scope
 from weightwire.source import WeightSource
 from weightwire.testing.conformance.payloads import Payload, metadata, trainer_tensors
 
@@ -146,4 +146,9 @@ class PayloadSink(ModuleSink):
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """See `WeightSink.adopt`."""
         super().adopt(tensors)
+        faults.reach(FIRST_TENSOR)
+
+    def patch(self, patches: Sequence[Patch]) -> None:
+        """See `WeightSink.patch`."""
+        super().patch(patches)
         faults.reach(FIRST_TENSOR)

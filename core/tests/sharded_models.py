@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from plugins.m2n.tests.fleet import Pairs, State
+from core.tests.sharded_fleet import Pairs, State
 from weightwire.source import ModuleSource, WeightSource
 
 HIDDEN, HEADS, INTERMEDIATE, VOCABULARY = 8, 12, 10, 14

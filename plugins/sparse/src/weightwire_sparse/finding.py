@@ -1,0 +1,149 @@
+"""Comparing memory with a snapshot of it, bit for bit: the kernels, and putting together what they find."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from weightwire.errors import MessageError
+from weightwire_sparse.changes import Bytes, Changes
+from weightwire_sparse.pieces import AddressSpace
+
+KernelChoice = Literal["auto", "numpy", "numba"]
+
+_BLOCK_BYTES = 1 << 20
+"""What numpy compares at a time: less loses to the interpreter's lock, more is no longer in the cache when gathered."""
+
+
+class Kernel(Protocol):
+    """One way to compare; used by several threads at once, on memory of their own."""
+
+    name: Literal["numpy", "numba"]
+
+    def find(self, present: Bytes, snapshot: Bytes, width: int, first: int) -> Iterator[Changes]:
+        """Find the elements whose bits differ, and make `snapshot` equal to `present`.
+
+        Args:
+            present: Bytes of elements.
+            snapshot: As many, from before.
+            width: Bytes of an element.
+            first: Address of the first element.
+
+        Yields:
+            What was found, in ascending order; none of them is empty, and each is there until the next is asked for.
+        """
+
+
+def kernel_for(choice: KernelChoice, widths: Iterable[int] = ()) -> Kernel:
+    """The kernel of that name, ready for elements of some widths; "auto" is numba's where it is installed.
+
+    Raises:
+        MessageError: Numba was asked for and is not installed, or there is no such kernel.
+    """
+    if choice not in ("auto", "numpy", "numba"):
+        raise MessageError(f'kernels is "auto", "numpy" or "numba", not {choice!r}', transport="sparse_nccl")
+    installed = importlib.util.find_spec("numba") is not None
+    if choice == "numba" and not installed:
+        raise MessageError(
+            'kernels="numba" needs numba, which is not installed: pip install "weightwire-sparse[fast]", '
+            'or choose "auto" or "numpy"',
+            transport="sparse_nccl",
+        )
+    if choice == "numpy" or not installed:
+        return NumpyKernel()
+    # Here, not above: it costs half a second and is wanted only by who chose it.
+    from weightwire_sparse.finding_numba import NumbaKernel
+
+    return NumbaKernel(widths)
+
+
+def words(content: Bytes, width: int) -> npt.NDArray[Any]:
+    """`content` as unsigned integers, one for each element of `width` bytes; a row of several where that is over 8."""
+    if width <= 8:
+        return content.view(f"u{width}")
+    return content.view(np.uint64).reshape(-1, width // 8)
+
+
+class NumpyKernel:
+    """Compares with numpy, eight bytes at a time; `torch.nonzero` would take seven times as long."""
+
+    name: Literal["numpy", "numba"] = "numpy"
+
+    def __init__(self) -> None:
+        self._scratch = threading.local()
+
+    def find(self, present: Bytes, snapshot: Bytes, width: int, first: int) -> Iterator[Changes]:
+        """See `Kernel`."""
+        even = len(present) & -8 if width < 8 else 0
+        for start in (*range(0, even, _BLOCK_BYTES), *range(even, len(present), _BLOCK_BYTES)):
+            stop = min(start + _BLOCK_BYTES, even if start < even else len(present))
+            find = self._in_words if start < even else self._in_elements
+            changes = find(present[start:stop], snapshot[start:stop], width)
+            if len(changes.addresses):
+                np.add(changes.addresses, first + start // width, out=changes.addresses)
+                yield changes
+
+    def _in_words(self, present: Bytes, snapshot: Bytes, width: int) -> Changes:
+        """Look for words of eight bytes first: most hold no change, and a mask of them is soon searched."""
+        now, before = present.view(np.uint64), snapshot.view(np.uint64)
+        places = np.flatnonzero(np.not_equal(now, before, out=self._mask()[: len(now)]))
+        values = now[places]
+        difference = values ^ before[places]
+        before[places] = values
+        elements = np.flatnonzero(words(difference.view(np.uint8), width) != 0)
+        shift = (8 // width).bit_length() - 1
+        places <<= shift
+        addresses = places[elements >> shift]
+        addresses += elements & ((1 << shift) - 1)
+        return Changes(addresses, words(values.view(np.uint8), width)[elements].view(np.uint8))
+
+    def _in_elements(self, present: Bytes, snapshot: Bytes, width: int) -> Changes:
+        now, before = words(present, width), words(snapshot, width)
+        differ = now != before
+        addresses = np.flatnonzero(differ if differ.ndim == 1 else differ.any(axis=1))
+        values = now[addresses]
+        before[addresses] = values
+        return Changes(addresses, values.reshape(-1).view(np.uint8))
+
+    def _mask(self) -> npt.NDArray[np.bool_]:
+        mask: npt.NDArray[np.bool_] | None = getattr(self._scratch, "mask", None)
+        if mask is None:
+            self._scratch.mask = mask = np.empty(_BLOCK_BYTES // 8, np.bool_)
+        return mask
+
+
+def empty() -> Changes:
+    """No change at all."""
+    return Changes(np.empty(0, np.int64), np.empty(0, np.uint8))
+
+
+def segments(space: AddressSpace) -> list[tuple[int, int, int]]:
+    """Each width of elements in bytes, widest first, with its first address and one past its last."""
+    widths, counts = np.unique(-space.widths, return_inverse=True)
+    numel = np.diff(space.firsts)
+    stops = np.cumsum([int(numel[counts == place].sum()) for place in range(len(widths))]).tolist()
+    return list(zip((-widths).tolist(), [0, *stops], stops, strict=False))
+
+
+def overlaid(earlier: Changes, later: Changes, space: AddressSpace) -> Changes:
+    """All of both; where both have an address, the later value."""
+    addresses, values = [np.empty(0, np.int64)], [np.empty(0, np.uint8)]
+    sides = later, earlier
+    reached = [0, 0]
+    for width, start, stop in segments(space):
+        parts, contents = [], []
+        for side, one in enumerate(sides):
+            low, high = np.searchsorted(one.addresses, (start, stop)).tolist()
+            parts.append(one.addresses[low:high])
+            end = reached[side] + (high - low) * width
+            contents.append(one.values[reached[side] : end])
+            reached[side] = end
+        found, at = np.unique(np.concatenate(parts), return_index=True)  # the first of equals: the later one
+        addresses.append(found)
+        values.append(words(np.concatenate(contents), width)[at].reshape(-1).view(np.uint8))
+    return Changes(np.concatenate(addresses), np.concatenate(values))

@@ -1,0 +1,121 @@
+"""The compiled kernel; imported only where it was chosen."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any, Literal
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from weightwire_sparse.changes import Bytes, Changes
+from weightwire_sparse.finding import words
+
+_BLOCK_BYTES = 1 << 20
+
+Scan = Callable[..., int]
+
+
+class NumbaKernel:
+    """Compares eight bytes at a time, and emits addresses and values in the same pass.
+
+    Args:
+        widths: Bytes of elements that code is made ready for; for others that is done when they come.
+    """
+
+    name: Literal["numpy", "numba"] = "numba"
+
+    def __init__(self, widths: Iterable[int] = ()) -> None:
+        self._scratch = threading.local()
+        for width in widths:
+            _compiled(width)
+
+    def find(self, present: Bytes, snapshot: Bytes, width: int, first: int) -> Iterator[Changes]:
+        """See `Kernel`."""
+        scan = _compiled(width)
+        addresses, space = self._buffers(width)
+        values = words(space, width)
+        for start in range(0, len(present), _BLOCK_BYTES):
+            now, before = present[start : start + _BLOCK_BYTES], snapshot[start : start + _BLOCK_BYTES]
+            even = len(now) & -8
+            views = now[:even].view(np.uint64), before[:even].view(np.uint64), words(now, width), words(before, width)
+            count = scan(*views, first + start // width, addresses, values)
+            if count:
+                yield Changes(addresses[:count], space[: count * width])
+
+    def _buffers(self, width: int) -> tuple[npt.NDArray[np.int64], Bytes]:
+        """Room for what one block can hold at most: only what is written of it becomes memory."""
+        held: dict[int, npt.NDArray[np.int64]] = self._scratch.__dict__.setdefault("addresses", {})
+        if width not in held:
+            held[width] = np.empty(_BLOCK_BYTES // width + 1, np.int64)
+        values: Bytes = self._scratch.__dict__.setdefault("values", np.empty(_BLOCK_BYTES + 16, np.uint8))
+        return held[width], values
+
+
+@cache
+def _compiled(width: int) -> Scan:
+    """The scan for elements of `width` bytes, from the disk where it was compiled before."""
+    # Memory may begin anywhere: code for arrays that are not aligned takes all, and costs nothing more.
+    word = numba.types.Array(numba.uint64, 1, "C", aligned=False)
+    long = numba.types.Array(numba.int64, 1, "C", aligned=True)
+    if width > 8:
+        pairs = numba.types.Array(numba.uint64, 2, "C", aligned=False)
+        return _jit(_scan_rows, numba.int64(word, word, pairs, pairs, numba.int64, long, pairs))
+    element = numba.types.Array(getattr(numba, f"uint{8 * width}"), 1, "C", aligned=False)
+    return _jit(_scan_of(width), numba.int64(word, word, element, element, numba.int64, long, element))
+
+
+def _jit(function: Scan, signature: Any) -> Scan:
+    try:
+        compiled: Scan = numba.njit(signature, nogil=True, cache=True)(function)
+    except RuntimeError:  # nowhere to keep it on disk: compiled anew in each process
+        compiled = numba.njit(signature, nogil=True)(function)
+    return compiled
+
+
+def _scan_of(width: int) -> Scan:
+    # Constants to the compiler, which then unrolls the loop over them: twice as fast as reading them from an array.
+    lanes, bits, mask = 8 // width, 8 * width, np.uint64(2 ** (8 * width) - 1)
+
+    def scan(
+        now_words: Any, before_words: Any, now: Any, before: Any, first: int, addresses: Any, values: Any
+    ) -> int:  # pragma: no cover - compiled
+        # One branch for a word, none for an element: what did not change is overwritten by the next.
+        count = 0
+        for place in range(len(now_words)):
+            word = now_words[place]
+            difference = word ^ before_words[place]
+            if difference != 0:
+                before_words[place] = word
+                for lane in range(lanes):
+                    shift = np.uint64(bits * lane)
+                    addresses[count] = first + place * lanes + lane
+                    values[count] = (word >> shift) & mask
+                    count += ((difference >> shift) & mask) != 0
+        for place in range(len(now_words) * lanes, len(now)):
+            value = now[place]
+            if value != before[place]:
+                addresses[count] = first + place
+                values[count] = value
+                before[place] = value
+                count += 1
+        return count
+
+    return scan
+
+
+def _scan_rows(
+    now_words: Any, before_words: Any, now: Any, before: Any, first: int, addresses: Any, values: Any
+) -> int:  # pragma: no cover - compiled
+    count = 0
+    for place in range(len(now)):
+        if now[place, 0] != before[place, 0] or now[place, 1] != before[place, 1]:
+            addresses[count] = first + place
+            for part in range(2):
+                values[count, part] = now[place, part]
+                before[place, part] = now[place, part]
+            count += 1
+    return count
