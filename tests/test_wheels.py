@@ -40,6 +40,7 @@ from weightwire.command import main
 
 assert main(["plan", "--help"]) == 0
 """,
+    "weightwire-sparse": ROUND.format(module="weightwire_sparse", info="SparseNCCLTrainerInitInfo"),
     "weightwire-server": """
 import torch
 from weightwire import Worker

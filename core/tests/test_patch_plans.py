@@ -63,7 +63,7 @@ def test_patches_land_where_a_copy_does(
     meta = ParamMeta("w", dtype, shape)
     ready = routes.ready([check_patch(patch, meta) for patch in patches], {"t": flat})
     for one in ready:
-        one.remember()
+        one.make_room()
     assert same_bits(flat, before)
     apply_all(ready)
     assert same_bits(flat, wanted)

@@ -289,7 +289,7 @@ class LoaderSink(WeightSink):
         recorded, flat = self._patchable(tuple(self._expected.values()))
         ready = recorded.routes.ready(self._held.checked(self._expected), flat)
         for patch in ready:
-            patch.remember()
+            patch.make_room()
         return Plan(patches=ready)
 
     def _exchange(self) -> Plan:

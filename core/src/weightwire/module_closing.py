@@ -100,7 +100,7 @@ class Closing:
             rebind = None if entry.group is None else replaced.get(entry.group)
             if rebind is None:
                 for ready in ready_in(patch, entry, memory_of(entry)):
-                    ready.remember()
+                    ready.make_room()
                     plan.patches.append(ready)
             else:
                 for ready in ready_in(patch, entry, rebind.views.tensors[entry.index]):

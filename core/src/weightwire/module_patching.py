@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from weightwire.errors import UpdateRefused
@@ -51,18 +53,33 @@ def checked_patches(update: Update) -> list[CheckedPatch]:
         if (words := not_patchable(update.chosen[name][0])) is not None:
             raise UpdateRefused(f"the patch of {name!r} {words}", parameter=name)
     checked = update.held.checked({name: meta for name, (_, meta) in update.chosen.items()})
-    return [replace(patch, values=patch.values.to(update.chosen[patch.name][0].tensors[0].dtype)) for patch in checked]
+    return [_cast(patch, update.chosen[patch.name][0].tensors[0].dtype) for patch in checked]
+
+
+def _cast(patch: CheckedPatch, dtype: torch.dtype) -> CheckedPatch:
+    return patch if patch.values.dtype == dtype else replace(patch, values=patch.values.to(dtype))
 
 
 def ready_in(patch: CheckedPatch, entry: Entry, target: Tensor) -> list[ReadyPatch]:
     """A patch for the memory of `target`: the local tensor of `entry`, or what stands in for it."""
     if not target.numel():
         return []
-    box = Box((0,) * len(patch.shape), patch.shape) if entry.box is None else entry.box
-    where = Region(0, tuple(target.shape), target.stride())
-    source, landing = normal_pair(region_of_box(patch.shape, box), where)
-    flat = target.as_strided((last_element(where) + 1,), (1,))
-    return PatchRoutes([Copy(patch.name, source, patch.name, landing)]).ready([patch], {patch.name: flat})
+    routes, length = _routes(patch.name, patch.shape, entry.box, tuple(target.shape), target.stride())
+    return routes.ready([patch], {patch.name: target.as_strided((length,), (1,))})
+
+
+@lru_cache(maxsize=1 << 14)
+def _routes(
+    name: str, shape: tuple[int, ...], box: Box | None, sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[PatchRoutes, int]:
+    """The way from a parameter, or a box of it, into memory of these strides, and the elements that it spans.
+
+    The same in each round, and dearer than a small patch.
+    """
+    where = Region(0, sizes, strides)
+    part = Box((0,) * len(shape), shape) if box is None else box
+    source, landing = normal_pair(region_of_box(shape, part), where)
+    return PatchRoutes([Copy(name, source, name, landing)]), last_element(where) + 1
 
 
 def outcome(

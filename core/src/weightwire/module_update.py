@@ -14,7 +14,7 @@ from weightwire.dtensor import reshard
 from weightwire.errors import UpdateRefused
 from weightwire.inventory import Entry, Group, Turn, Views
 from weightwire.layout import ParamMeta
-from weightwire.patching import HeldPatches, ReadyPatch, undo_all
+from weightwire.patching import HeldPatches, ReadyPatch, apply_all, undo_all
 from weightwire.sink import CommitReport
 from weightwire.staging import count_users
 
@@ -202,8 +202,7 @@ class Plan:
         if sharded is not None:
             reshard(sharded)
         try:
-            for patch in self.patches:
-                patch.apply()
+            apply_all(self.patches)
             for tensor, after in zip(self.tensors, self.after, strict=True):
                 tensor.data = after
             for entry, source, _ in self.copies:

@@ -23,56 +23,89 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor if width is None else tensor.view(width)
 
 
+Exchange = Callable[[Sequence["ReadyPatch"]], "list[ReadyPatch]"]
+"""Applies patches that have nothing in common, in any order: `room` gets what was there and becomes `before`.
+
+Returns those that it does not know how to apply, with which it has done nothing. It does not raise.
+"""
+
+_exchanges: list[Exchange] = []
+
+
+def offer_exchange(exchange: Exchange) -> None:
+    """Have the patches of this process applied by `exchange`, for who has a faster way than torch's operations."""
+    _exchanges[:] = [exchange]
+
+
 @dataclass(slots=True, eq=False)
 class ReadyPatch:
-    """Values for some elements of one memory; all that `apply` does is to write them.
+    """Values for some elements of one memory; all that `apply` does is to exchange them.
 
     Attributes:
         memory: Where to, flat; with no `offsets` a view of exactly what is written.
         offsets: Indices into `memory`, each once; None is all of it.
         values: As many.
-        before: What was there, once `remember` has been called.
+        again: Whether it may be of elements that an earlier one is of, and so comes after that.
+        before: What was there, once it has been applied.
+        room: Where that goes.
     """
 
     memory: Tensor
     offsets: Tensor | None
     values: Tensor
+    again: bool = False
     before: Tensor | None = None
+    room: Tensor | None = None
 
-    def remember(self) -> None:
-        """Read what `undo` writes back; nobody else may write there from now on."""
-        self.before = self.memory.clone() if self.offsets is None else self.memory.index_select(0, self.offsets)
+    def make_room(self) -> None:
+        """Allocate what `apply` needs, so that it does nothing that is likely to fail."""
+        self.room = torch.empty_like(self.values)
 
     def apply(self) -> None:
-        """Write the values."""
-        self._write(self.values)
+        """Write the values, and keep what was there."""
+        if self.room is None:
+            self.make_room()
+        memory, offsets, values, room = self.memory, self.offsets, self.values, self.room
+        assert room is not None
+        if offsets is None:
+            self.before = room.copy_(memory)
+            memory.copy_(values)
+        else:
+            self.before = torch.gather(memory, 0, offsets, out=room)
+            memory.scatter_(0, offsets, values)
 
     def undo(self) -> None:
-        """Write back what `remember` found."""
-        assert self.before is not None, "remember comes first"
-        self._write(self.before)
-
-    def _write(self, values: Tensor) -> None:
+        """Write back what `apply` found, if it came to that."""
+        if self.before is None:
+            return
         if self.offsets is None:
-            self.memory.copy_(values)
+            self.memory.copy_(self.before)
         else:
-            self.memory.index_copy_(0, self.offsets, values)
+            self.memory.scatter_(0, self.offsets, self.before)
 
 
 def apply_all(patches: Sequence[ReadyPatch]) -> None:
-    """Apply all, which remember what was there. An error undoes them."""
+    """Apply all, which have room. An error undoes them."""
+    first = [patch for patch in patches if not patch.again]
     try:
-        for patch in patches:
+        for exchange in _exchanges:
+            first = exchange(first)
+        for patch in first:
             patch.apply()
+        for patch in patches:
+            if patch.again:
+                patch.apply()
     except BaseException:
         undo_all(patches)
         raise
 
 
-def undo_all(patches: Iterable[ReadyPatch]) -> None:
+def undo_all(patches: Sequence[ReadyPatch]) -> None:
     """Write back what was there before; what has not been applied is left as it is."""
-    for patch in patches:
-        patch.undo()
+    for again in (True, False):
+        for patch in reversed(patches):
+            if patch.again == again:
+                patch.undo()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +118,7 @@ class CheckedPatch:
         box: The part of it that `positions` count in; None if that is all of it.
         positions: int64 and ascending; None is every element of the box.
         values: As many, contiguous.
+        again: Whether the parameter has been patched in an earlier call of the update.
     """
 
     name: str
@@ -92,10 +126,11 @@ class CheckedPatch:
     box: Box | None
     positions: Tensor | None
     values: Tensor
+    again: bool = False
 
 
-def check_patch(patch: Patch, meta: ParamMeta) -> CheckedPatch:
-    """Compare a patch with what was announced.
+def check_patch(patch: Patch, meta: ParamMeta, *, again: bool = False) -> CheckedPatch:
+    """Compare a patch with what was announced; `again` as in `CheckedPatch`.
 
     Raises:
         UpdateRefused: The box is not in the parameter; positions are not 1-D int32 or int64, out of range or repeated;
@@ -122,7 +157,7 @@ def check_patch(patch: Patch, meta: ParamMeta) -> CheckedPatch:
     if positions is not None:
         positions, values = _ascending(patch, positions.detach().to(torch.int64), values, numel)
     part = None if box is None or box.shape == meta.shape else box
-    return CheckedPatch(patch.name, meta.shape, part, positions, values)
+    return CheckedPatch(patch.name, meta.shape, part, positions, values, again)
 
 
 def _refusal(patch: Patch, words: str) -> UpdateRefused:
@@ -137,7 +172,7 @@ def _ascending(patch: Patch, positions: Tensor, values: Tensor, numel: int) -> t
     """Positions in range and in order, each once, and their values."""
     if not positions.numel():
         return positions, values
-    if not bool((positions[1:] > positions[:-1]).all()):
+    if not patch.ascending and not bool((positions[1:] > positions[:-1]).all()):
         positions, order = positions.sort()
         repeated = positions[1:][positions[1:] == positions[:-1]]
         if repeated.numel():
@@ -154,12 +189,12 @@ class HeldPatches:
     """What `patch` and `keep` have brought in one update.
 
     Attributes:
-        patches: In the order in which they came.
+        patches: In the order in which they came, and whether their parameters had come before.
         names: The parameters that they are of.
         kept: The names that keep their values.
     """
 
-    patches: list[Patch] = field(default_factory=list)
+    patches: list[tuple[Patch, bool]] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
     _checked: list[CheckedPatch] = field(default_factory=list)
@@ -180,7 +215,7 @@ class HeldPatches:
         boxes: dict[str, list[Box | None]] = {}
         for patch in patches:
             boxes.setdefault(patch.name, []).append(patch.box)
-            self.patches.append(patch)
+            self.patches.append((patch, patch.name in self.names))
         for name, several in boxes.items():
             if name not in self.names:
                 arrive(name)
@@ -201,8 +236,8 @@ class HeldPatches:
         Raises:
             UpdateRefused: One does not fit.
         """
-        for patch in self.patches[len(self._checked) :]:
-            self._checked.append(check_patch(patch, expected[patch.name]))
+        for patch, again in self.patches[len(self._checked) :]:
+            self._checked.append(check_patch(patch, expected[patch.name], again=again))
         return self._checked
 
 

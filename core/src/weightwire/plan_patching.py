@@ -98,9 +98,10 @@ def _ready(patch: CheckedPatch, copy: Copy, flat: Tensor) -> Iterator[ReadyPatch
     assert memory.dtype == values.dtype, (copy.target, flat.dtype, patch.values.dtype)
     for local, target in _parts(patch, copy):
         if patch.positions is None:
-            yield ReadyPatch(_part(memory, target), None, _part(values, local))
+            yield ReadyPatch(_part(memory, target), None, _part(values, local), patch.again)
         else:
-            yield from _landing(patch.positions.to(flat.device), values, local, target, memory)
+            for offsets, new in _landing(patch.positions.to(flat.device), values, local, target):
+                yield ReadyPatch(memory, offsets, new, patch.again)
 
 
 def _parts(patch: CheckedPatch, copy: Copy) -> Sequence[tuple[Region, Region]]:
@@ -121,7 +122,7 @@ def _part(flat: Tensor, region: Region) -> Tensor:
     return flat.as_strided(region.sizes, region.strides, flat.storage_offset() + region.offset)
 
 
-def _landing(positions: Tensor, values: Tensor, local: Region, target: Region, memory: Tensor) -> Iterator[ReadyPatch]:
+def _landing(positions: Tensor, values: Tensor, local: Region, target: Region) -> Iterator[tuple[Tensor, Tensor]]:
     """What lands of values at ascending positions, by a region of the positions' box and one of the target."""
     first, last = _between(positions, *span(local))
     if first == last:
@@ -135,7 +136,7 @@ def _landing(positions: Tensor, values: Tensor, local: Region, target: Region, m
             offsets = (offsets[:, None] + step * torch.arange(size, device=offsets.device)).reshape(-1)
             values = values.repeat_interleave(size)
     if offsets.numel():
-        yield ReadyPatch(memory, offsets, values)
+        yield offsets, values
 
 
 def _between(positions: Tensor, low: int, high: int) -> tuple[int, int]:

@@ -54,12 +54,14 @@ class Patch:
             ascending. None is every element of the box, in order.
         values: As many values, 1-D, of the dtype of the update; written bit for bit.
         box: The part of the full parameter that the positions count in; None is all of it.
+        ascending: Whether it is known that positions ascend, each once, so that nobody has to look.
     """
 
     name: str
     positions: torch.Tensor | None
     values: torch.Tensor
     box: Box | None = None
+    ascending: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from weightwire.layout import ParamMeta
 from weightwire.source import WeightSource, as_bytes
 from weightwire.source_check import as_plain
+from weightwire_sparse import snapshot, sweep
 from weightwire_sparse.changes import Bytes, Changes
 from weightwire_sparse.finding import segments
 from weightwire_sparse.pieces import AddressSpace
 from weightwire_sparse.tracker import DeltaTracker
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of a few kilobytes are cut and merged as those of gigabytes are."""
+    monkeypatch.setattr(sweep, "_TASK_BYTES", 512)
+    monkeypatch.setattr(sweep, "SMALL", 128)
+    monkeypatch.setattr(snapshot, "SMALL", 128)
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., DeltaTracker]]:
+    """Makes trackers, which are shut down in the end."""
+    trackers: list[DeltaTracker] = []
+
+    def make(*arguments: Any, **options: Any) -> DeltaTracker:
+        trackers.append(DeltaTracker(*arguments, **options))
+        return trackers[-1]
+
+    yield make
+    for tracker in trackers:
+        tracker.shutdown()
+
+
+def tensors(sizes: dict[str, int], dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    return {name: torch.arange(size).to(dtype) for name, size in sizes.items()}
 
 
 class TrackedSource(WeightSource):

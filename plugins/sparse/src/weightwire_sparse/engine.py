@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -79,6 +80,10 @@ class SparseNCCLWeightTransferEngine(
         info = link.info
         self._kernels = payload.choose("auto")
         payload.warm(self._kernels)
+        if self._kernels == "numba":
+            from weightwire_sparse import exchange_numba
+
+            exchange_numba.install()
         fleet = Fleet(info.trainers, tuple(info.senders), info.workers)
         self._communicator = TorchCommunicator(
             link.rendezvous.store(f"sparse-{info.epoch}", deadline),
@@ -149,12 +154,13 @@ class SparseNCCLWeightTransferEngine(
         most = 1.0 if update_info.patched is not None else float(link.info.options["dense_above"])
         if update_info.patched is not None or gains(announced, spaces, most):
             # Several messages wait for the end of the update side by side.
-            came = self._receive(announced, spaces, Memory(self.device) if alone else self._memory)
+            memory = Memory(self.device) if alone else self._memory
+            came = self._receive(announced, spaces, memory)
             if alone:
-                self._chunks.append((metadata, self._decoded(came, spaces, announced, metadata)))
+                self._chunks.append((metadata, self._decoded(came, spaces, announced, metadata, memory)))
                 return
             try:
-                self._hold(metadata, self._decoded(came, spaces, announced, metadata))
+                self._hold(metadata, self._decoded(came, spaces, announced, metadata, memory))
             except UpdateRefused as refusal:
                 self._refusal = refusal
             if update_info.verify:
@@ -213,6 +219,7 @@ class SparseNCCLWeightTransferEngine(
         spaces: Mapping[int, AddressSpace],
         announced: Mapping[int, Announcement],
         metadata: tuple[ParamMeta, ...],
+        memory: Memory,
     ) -> list[Patch]:
         """What came, as patches whose values lie where they were received.
 
@@ -222,7 +229,8 @@ class SparseNCCLWeightTransferEngine(
         patches = []
         for rank, (packed, *whole) in came.items():
             space = spaces[rank]
-            changes = payload.read(packed.numpy(), space, kernels=self._kernels, threads=2)
+            room = partial(memory.addresses_of, rank)
+            changes = payload.read(packed.numpy(), space, kernels=self._kernels, threads=2, room=room)
             patches += patches_of(changes, dict(zip(announced[rank].whole, whole, strict=True)), space, metadata)
         return patches
 
@@ -259,8 +267,12 @@ class SparseNCCLWeightTransferEngine(
         self.sink.landed(own)
 
     def _compare_patched(self, number: int | None) -> None:
-        own = self.sink.load_plan(self._require_link().metadata)
-        self._compare(number, own, self.sink.outcome(own) if self._refusal is None else ())
+        own, results = self.sink.load_plan(self._require_link().metadata), None
+        try:
+            results = self.sink.outcome(own) if self._refusal is None else None
+        except UpdateRefused as refusal:
+            self._refusal = refusal
+        self._compare(number, own, () if results is None else results)
 
     def _compare(self, number: int | None, own: LoadPlan, results: Any) -> None:
         """Compare the digests of what would result with every sender's; a difference is told in the vote."""

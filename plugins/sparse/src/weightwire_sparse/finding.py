@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ class Kernel(Protocol):
     name: Literal["numpy", "numba"]
 
     def find(self, present: Bytes, snapshot: Bytes, width: int, first: int) -> Iterator[Changes]:
-        """Find the elements whose bits differ, and make `snapshot` equal to `present`.
+        """Find the elements whose bits differ.
 
         Args:
             present: Bytes of elements.
@@ -94,7 +94,6 @@ class NumpyKernel:
         places = np.flatnonzero(np.not_equal(now, before, out=self._mask()[: len(now)]))
         values = now[places]
         difference = values ^ before[places]
-        before[places] = values
         elements = np.flatnonzero(words(difference.view(np.uint8), width) != 0)
         shift = (8 // width).bit_length() - 1
         places <<= shift
@@ -107,7 +106,6 @@ class NumpyKernel:
         differ = now != before
         addresses = np.flatnonzero(differ if differ.ndim == 1 else differ.any(axis=1))
         values = now[addresses]
-        before[addresses] = values
         return Changes(addresses, values.reshape(-1).view(np.uint8))
 
     def _mask(self) -> npt.NDArray[np.bool_]:
@@ -130,20 +128,16 @@ def segments(space: AddressSpace) -> list[tuple[int, int, int]]:
     return list(zip((-widths).tolist(), [0, *stops], stops, strict=False))
 
 
-def overlaid(earlier: Changes, later: Changes, space: AddressSpace) -> Changes:
-    """All of both; where both have an address, the later value."""
-    addresses, values = [np.empty(0, np.int64)], [np.empty(0, np.uint8)]
-    sides = later, earlier
-    reached = [0, 0]
-    for width, start, stop in segments(space):
-        parts, contents = [], []
-        for side, one in enumerate(sides):
-            low, high = np.searchsorted(one.addresses, (start, stop)).tolist()
-            parts.append(one.addresses[low:high])
-            end = reached[side] + (high - low) * width
-            contents.append(one.values[reached[side] : end])
-            reached[side] = end
-        found, at = np.unique(np.concatenate(parts), return_index=True)  # the first of equals: the later one
-        addresses.append(found)
-        values.append(words(np.concatenate(contents), width)[at].reshape(-1).view(np.uint8))
-    return Changes(np.concatenate(addresses), np.concatenate(values))
+def without(changes: Changes, space: AddressSpace, numbers: Collection[int]) -> list[Changes]:
+    """What `changes` has of pieces other than those of `numbers`; none of it is empty."""
+    counts = space.counts(changes.addresses)
+    places = np.concatenate(([0], np.cumsum(counts)))
+    offsets = changes.value_offsets(space)
+    return [
+        Changes(
+            changes.addresses[places[number] : places[number + 1]],
+            changes.values[offsets[number] : offsets[number + 1]],
+        )
+        for number in np.flatnonzero(counts).tolist()
+        if number not in numbers
+    ]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from weightwire_sparse.changes import Bytes, Changes
 from weightwire_sparse.finding import words
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 4 << 20
 
 Scan = Callable[..., int]
 
@@ -48,11 +48,10 @@ class NumbaKernel:
 
     def _buffers(self, width: int) -> tuple[npt.NDArray[np.int64], Bytes]:
         """Room for what one block can hold at most: only what is written of it becomes memory."""
-        held: dict[int, npt.NDArray[np.int64]] = self._scratch.__dict__.setdefault("addresses", {})
-        if width not in held:
-            held[width] = np.empty(_BLOCK_BYTES // width + 1, np.int64)
-        values: Bytes = self._scratch.__dict__.setdefault("values", np.empty(_BLOCK_BYTES + 16, np.uint8))
-        return held[width], values
+        held: dict[str, tuple[npt.NDArray[np.int64], Bytes]] = self._scratch.__dict__
+        if (key := f"elements of {width}") not in held:
+            held[key] = np.empty(_BLOCK_BYTES // width + 1, np.int64), np.empty(_BLOCK_BYTES + 16, np.uint8)
+        return held[key]
 
 
 @cache
@@ -83,24 +82,30 @@ def _scan_of(width: int) -> Scan:
     def scan(
         now_words: Any, before_words: Any, now: Any, before: Any, first: int, addresses: Any, values: Any
     ) -> int:  # pragma: no cover - compiled
-        # One branch for a word, none for an element: what did not change is overwritten by the next.
+        # A branch for four words, one for a word, none for an element: what did not change is overwritten by the next.
         count = 0
-        for place in range(len(now_words)):
-            word = now_words[place]
-            difference = word ^ before_words[place]
-            if difference != 0:
-                before_words[place] = word
-                for lane in range(lanes):
-                    shift = np.uint64(bits * lane)
-                    addresses[count] = first + place * lanes + lane
-                    values[count] = (word >> shift) & mask
-                    count += ((difference >> shift) & mask) != 0
-        for place in range(len(now_words) * lanes, len(now)):
+        for start in range(0, len(now_words) // 4 * 4, 4):
+            if (
+                (now_words[start] ^ before_words[start])
+                | (now_words[start + 1] ^ before_words[start + 1])
+                | (now_words[start + 2] ^ before_words[start + 2])
+                | (now_words[start + 3] ^ before_words[start + 3])
+            ) == 0:
+                continue
+            for place in range(start, start + 4):
+                word = now_words[place]
+                difference = word ^ before_words[place]
+                if difference != 0:
+                    for lane in range(lanes):
+                        shift = np.uint64(bits * lane)
+                        addresses[count] = first + place * lanes + lane
+                        values[count] = (word >> shift) & mask
+                        count += ((difference >> shift) & mask) != 0
+        for place in range(len(now_words) // 4 * 4 * lanes, len(now)):
             value = now[place]
             if value != before[place]:
                 addresses[count] = first + place
                 values[count] = value
-                before[place] = value
                 count += 1
         return count
 
@@ -116,6 +121,5 @@ def _scan_rows(
             addresses[count] = first + place
             for part in range(2):
                 values[count, part] = now[place, part]
-                before[place, part] = now[place, part]
             count += 1
     return count

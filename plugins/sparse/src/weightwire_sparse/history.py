@@ -12,15 +12,16 @@ import numpy.typing as npt
 
 from weightwire_sparse.changes import Bytes, Changes
 from weightwire_sparse.finding import empty
-from weightwire_sparse.memory import Pool
+from weightwire_sparse.memory import Pool, joined
 from weightwire_sparse.pieces import Integers
+from weightwire_sparse.threads import Threads
 
 _BLOCK = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """What was found between the mark before and `mark`: as it was found, until something else is, then gaps alone.
+    """What was found between the mark before and `mark`: as it was found, until it is made small, then gaps alone.
 
     Attributes:
         mark: See above.
@@ -29,7 +30,7 @@ class _Entry:
     """
 
     mark: int
-    found: Changes | None
+    found: list[Changes] | None
     first: int = 0
     gaps: npt.NDArray[Any] | None = None
     nbytes: int = 0
@@ -38,16 +39,23 @@ class _Entry:
         """Forget the values, and hold the addresses in a fraction of their memory."""
         if self.found is None:
             return
-        addresses, self.found = self.found.addresses, None
+        addresses, self.found = self.joined(pool).addresses, None
         self.nbytes = 0
         if len(addresses):
             self.first, self.gaps = int(addresses[0]), _gaps(addresses, pool)
             self.nbytes = self.gaps.nbytes
 
-    def write(self, addresses: Integers) -> None:
+    def joined(self, pool: Pool, threads: Threads | None = None) -> Changes:
+        """What was found, as one."""
+        assert self.found is not None, "it was made small"
+        if len(self.found) != 1:
+            self.found = [joined(self.found, pool, threads)]
+        return self.found[0]
+
+    def write(self, addresses: Integers, pool: Pool) -> None:
         """Write the addresses."""
         if self.found is not None:
-            addresses[:] = self.found.addresses
+            addresses[:] = self.joined(pool).addresses
         elif self.gaps is not None:
             addresses[0] = self.first
             addresses[1:] = self.gaps
@@ -55,7 +63,7 @@ class _Entry:
 
     def __len__(self) -> int:
         if self.found is not None:
-            return len(self.found.addresses)
+            return sum(len(changes.addresses) for changes in self.found)
         return 0 if self.gaps is None else len(self.gaps) + 1
 
 
@@ -107,18 +115,25 @@ class History:
         if self._entries and not self._only_last:
             self._entries[-1].compact(self._pool)
 
-    def append(self, mark: int, found: Changes) -> None:
-        """Keep what was found between the last mark and `mark`."""
-        self._entries.append(_Entry(mark, found, nbytes=found.addresses.nbytes + found.values.nbytes))
+    @property
+    def last(self) -> list[Changes]:
+        """What was found last, unless it was made small."""
+        return (self._entries[-1].found or []) if self._entries else []
+
+    def append(self, mark: int, found: list[Changes]) -> None:
+        """Keep what was found between the last mark and `mark`, in ranges that do not overlap; none of it is empty."""
+        nbytes = sum(changes.addresses.nbytes + changes.values.nbytes for changes in found)
+        self._entries.append(_Entry(mark, found, nbytes=nbytes))
         while self._entries and (self.nbytes > self._limit or (self._only_last and len(self._entries) > 1)):
             self.oldest = self._entries.popleft().mark
 
-    def since(self, mark: int, gather: Callable[[Integers], Bytes]) -> Changes | None:
+    def since(self, mark: int, gather: Callable[[Integers], Bytes], threads: Threads | None = None) -> Changes | None:
         """What was found after `mark`, with present values; None if that is no longer known.
 
         Args:
             mark: An earlier mark.
             gather: Gives the present values at ascending addresses.
+            threads: Help to put together what was found last.
         """
         if mark < self.oldest:
             return None
@@ -126,14 +141,14 @@ class History:
         if not entries:
             return empty()
         if len(entries) == 1 and entries[0].found is not None:
-            return entries[0].found
+            return entries[0].joined(self._pool, threads)
         addresses = self._union(entries)
         return Changes(addresses, gather(addresses))
 
     def _union(self, entries: list[_Entry]) -> Integers:
         every, end = self._pool.room(8 * sum(map(len, entries))).view(np.int64), 0
         for entry in entries:
-            entry.write(every[end : end + len(entry)])
+            entry.write(every[end : end + len(entry)], self._pool)
             end += len(entry)
         every.sort(kind="stable")  # merges what is sorted in runs
         first = self._pool.room(len(every)).view(np.bool_)

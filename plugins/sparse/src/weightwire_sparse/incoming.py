@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from weightwire.layout import ParamMeta
 from weightwire.sink import Patch
 from weightwire_sparse.changes import Changes
-from weightwire_sparse.pieces import AddressSpace
+from weightwire_sparse.pieces import AddressSpace, Integers
 
 
 class Memory:
@@ -23,6 +24,14 @@ class Memory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[int, Tensor] = {}
+        self._addresses: dict[int, Integers] = {}
+
+    def addresses_of(self, rank: int, count: int) -> Integers:
+        """Memory for so many addresses of what trainer rank `rank` sends; the next call takes it back."""
+        kept = self._addresses.get(rank)
+        if kept is None or len(kept) < count:
+            kept = self._addresses[rank] = np.empty(count + count // 4, np.int64)
+        return kept[:count]
 
     def of(self, rank: int, sizes: Sequence[int]) -> list[Tensor]:
         """A 1-D uint8 tensor of each size, for what trainer rank `rank` sends; the next call takes them back.
@@ -55,7 +64,7 @@ def patches_of(
         if count:
             positions = addresses[start : start + count].sub_(int(space.firsts[number]))
             new = values[offsets[number] : offsets[number + 1]].view(piece.dtype)
-            patches.append(Patch(metadata[piece.place].name, positions, new, box=piece.box))
+            patches.append(Patch(metadata[piece.place].name, positions, new, box=piece.box, ascending=True))
         start += count
     for number, data in whole.items():
         piece = space.pieces[number]

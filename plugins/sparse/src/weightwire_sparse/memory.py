@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from weightwire.staging import allocate, storage_bytes
 from weightwire_sparse.changes import Bytes, Changes
+from weightwire_sparse.pieces import Integers
+from weightwire_sparse.threads import Threads
 
 _CHUNK = 4 << 20
 _ALIGNMENT = 16
@@ -96,16 +99,6 @@ class Recorder:
         addresses[:], values[:] = changes.addresses, changes.values
         return Changes(addresses, values)
 
-    def joined(self, found: Sequence[Changes]) -> Changes:
-        """Findings in ranges of addresses that do not overlap, none of them empty, as one and in memory of its own."""
-        ordered = sorted(found, key=lambda changes: int(changes.addresses[0]))
-        addresses = self._pool.room(sum(changes.addresses.nbytes for changes in ordered)).view(np.int64)
-        values = self._pool.room(sum(changes.values.nbytes for changes in ordered))
-        if ordered:
-            np.concatenate([changes.addresses for changes in ordered], out=addresses)
-            np.concatenate([changes.values for changes in ordered], out=values)
-        return Changes(addresses, values)
-
     def _reserved(self, nbytes: int) -> Bytes | None:
         with self._lock:
             self.nbytes += nbytes
@@ -117,3 +110,30 @@ class Recorder:
             start = self._used
             self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
             return self._chunk[start:]
+
+
+def joined(found: Sequence[Changes], pool: Pool, threads: Threads | None = None) -> Changes:
+    """Findings in ranges of addresses that do not overlap, none of them empty, as one and in memory of its own.
+
+    Args:
+        found: The findings.
+        pool: Gives the memory.
+        threads: One of them copies half of it, if there are any.
+    """
+    ordered = sorted(found, key=lambda changes: int(changes.addresses[0]))
+    addresses = pool.room(sum(changes.addresses.nbytes for changes in ordered)).view(np.int64)
+    values = pool.room(sum(changes.values.nbytes for changes in ordered))
+    middle = len(ordered) // 2
+    place = sum(len(changes.addresses) for changes in ordered[:middle])
+    offset = sum(len(changes.values) for changes in ordered[:middle])
+    second = partial(_concatenate, ordered[middle:], addresses[place:], values[offset:])
+    copying = second if threads is None else threads.submit(second).result
+    _concatenate(ordered[:middle], addresses[:place], values[:offset])
+    copying()
+    return Changes(addresses, values)
+
+
+def _concatenate(found: Sequence[Changes], addresses: Integers, values: Bytes) -> None:
+    if found:
+        np.concatenate([changes.addresses for changes in found], out=addresses)
+        np.concatenate([changes.values for changes in found], out=values)

@@ -91,7 +91,14 @@ def build(
     return Payload(buffer, _filled(len(changes.values)) - _filled(len(values)))
 
 
-def read(buffer: Bytes, space: AddressSpace, *, kernels: str, threads: int = 1) -> Changes:
+def read(
+    buffer: Bytes,
+    space: AddressSpace,
+    *,
+    kernels: str,
+    threads: int = 1,
+    room: Callable[[int], Integers] = lambda count: np.empty(count, np.int64),
+) -> Changes:
     """The changes in a buffer; values that are not compressed lie in the buffer itself.
 
     Args:
@@ -99,6 +106,7 @@ def read(buffer: Bytes, space: AddressSpace, *, kernels: str, threads: int = 1) 
         space: The sender's.
         kernels: What `rice.choose` answered.
         threads: For decoding addresses.
+        room: Gives memory for so many addresses, int64; new memory by default.
 
     Raises:
         UpdateRefused: It is not what `build` makes of changes in this space.
@@ -116,7 +124,7 @@ def read(buffer: Bytes, space: AddressSpace, *, kernels: str, threads: int = 1) 
     if int(table["count"].sum(dtype=np.int64)) != count:
         raise rice.malformed(f"its table has more or fewer than {count} addresses")
     coded = buffer[ends[1] : ends[2]].view(np.uint64)
-    addresses = rice.decode(table, coded, limit=space.numel, kernels=kernels, threads=threads)
+    addresses = rice.decode(table, coded, limit=space.numel, kernels=kernels, threads=threads, room=room)
     blocks = _blocks(addresses, space)
     values = buffer[ends[2] : ends[2] + nbytes]
     if flags & _ZSTD:

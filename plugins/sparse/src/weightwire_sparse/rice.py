@@ -148,7 +148,15 @@ def encode(addresses: Integers, *, kernels: str, threads: int = 1) -> Coded:
     return Coded(table, tuple(group.words for group in groups))
 
 
-def decode(table: Table, words: Words, *, limit: int, kernels: str, threads: int = 1) -> Integers:
+def decode(
+    table: Table,
+    words: Words,
+    *,
+    limit: int,
+    kernels: str,
+    threads: int = 1,
+    room: Callable[[int], Integers] = lambda count: np.empty(count, np.int64),
+) -> Integers:
     """The addresses, all checked: ascending, distinct, below `limit`, and no more than that.
 
     Args:
@@ -157,13 +165,14 @@ def decode(table: Table, words: Words, *, limit: int, kernels: str, threads: int
         limit: One past the last address that there can be, at most `MOST_ADDRESSES`.
         kernels: What `choose` answered.
         threads: As for `encode`.
+        room: Gives memory for so many addresses, int64; new memory by default.
 
     Raises:
         UpdateRefused: Not what `encode` writes. Until the table has been checked nothing is allocated for it.
     """
     assert 0 <= limit <= MOST_ADDRESSES
     ends = np.cumsum(_check_table(table, len(words), limit))
-    out = np.empty(int(table["count"].sum(dtype=np.int64)), np.int64)
+    out = room(int(table["count"].sum(dtype=np.int64)))
     decode_group = _kernels(kernels).decode_group
 
     def decode_one(number: int) -> None:

@@ -1,4 +1,4 @@
-"""About one in a hundred elements, by which to tell how much changes from round to round."""
+"""About one in a thousand elements, by which to tell how much changes from round to round."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from weightwire_sparse.changes import Bytes
 from weightwire_sparse.finding import words
 from weightwire_sparse.pieces import AddressSpace
 
-_CHUNK = 4096
-_ONE_IN = 100
-_LARGE = 64 * _CHUNK
+_CHUNK = 1024
+_ONE_IN = 1000
+_LARGE = 256 * _CHUNK
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -58,9 +59,9 @@ class CopySnapshot:
         self._memory = new_memory(self.nbytes)
 
     def compare(self, recorder: Recorder, part: Part) -> list[Changes]:
-        """Find what of `part` is new, and take it over."""
+        """Find what of `part` is new."""
         if recorder.overflowed:
-            return self.copy(part)
+            return []
         width = self._widths[part.number]
         first = self._firsts[part.number] + part.start
         found = map(recorder.kept, self._kernel.find(part.present, self._held(part), width, first))
@@ -71,6 +72,15 @@ class CopySnapshot:
         np.copyto(self._held(part), part.present)
         return []
 
+    def advance(self, found: Sequence[Changes], pool: Pool) -> None:
+        """Take what `compare` has found over."""
+        for changes in found:
+            places, end = self._places_of(changes.addresses, pool), 0
+            for width, low, high in self._by_width(changes.addresses):
+                values = words(changes.values[end : end + (high - low) * width], width)
+                words(self._memory, width)[places[low:high]] = values
+                end += (high - low) * width
+
     def piece(self, number: int) -> Bytes:
         """All bytes of a piece."""
         start = self._offsets[number]
@@ -78,6 +88,16 @@ class CopySnapshot:
 
     def gather(self, addresses: Integers, pool: Pool) -> Bytes:
         """The values at ascending `addresses`, one after the other."""
+        places, end = self._places_of(addresses, pool), 0
+        values = pool.room(int((self._space.counts(addresses) * self._space.widths).sum()))
+        for width, low, high in self._by_width(addresses):
+            target = words(values[end : end + (high - low) * width], width)
+            np.take(words(self._memory, width), places[low:high], axis=0, out=target, mode="clip")
+            end += (high - low) * width
+        return values
+
+    def _places_of(self, addresses: Integers, pool: Pool) -> Integers:
+        """Where ascending `addresses` are in the memory, in elements of their widths."""
         counts = self._space.counts(addresses)
         ends = [0, *np.cumsum(counts).tolist()]
         places = pool.room(addresses.nbytes).view(np.int64)
@@ -85,13 +105,13 @@ class CopySnapshot:
             span = slice(ends[number], ends[number + 1])
             shift = self._offsets[number] // self._widths[number] - self._firsts[number]
             np.add(addresses[span], shift, out=places[span])
-        values, end = pool.room(int((counts * self._space.widths).sum())), 0
+        return places
+
+    def _by_width(self, addresses: Integers) -> Iterator[tuple[int, int, int]]:
+        """The range of ascending `addresses` that is of each width of elements, widest first."""
         for width, start, stop in segments(self._space):
             low, high = np.searchsorted(addresses, (start, stop)).tolist()
-            target = words(values[end : end + (high - low) * width], width)
-            np.take(words(self._memory, width), places[low:high], axis=0, out=target, mode="clip")
-            end += (high - low) * width
-        return values
+            yield width, low, high
 
     def _held(self, part: Part) -> Bytes:
         start = self._offsets[part.number] + part.start * self._widths[part.number]
@@ -126,16 +146,18 @@ class HashSnapshot:
         self._widths = space.widths.tolist()
         self._rows = [0, *accumulate(-(-piece.nbytes // block) for piece in space.pieces)]
         self._digests = bytearray(_DIGEST * self._rows[-1])
+        self._fresh: dict[int, bytes] = {}
         self.nbytes = len(self._digests)
 
     def compare(self, recorder: Recorder, part: Part) -> list[Changes]:
-        """Find the blocks of `part` that are new, and remember them."""
+        """Find the blocks of `part` that are new."""
         width = self._widths[part.number]
         first = self._firsts[part.number] + part.start
         found = []
         for start, place, digest in self._blocks(part):
+            self._fresh.pop(place, None)
             if self._digests[place : place + _DIGEST] != digest:
-                self._digests[place : place + _DIGEST] = digest
+                self._fresh[place] = digest
                 values = part.present[start : start + self.grain]
                 address = first + start // width
                 addresses = np.arange(address, address + len(values) // width, dtype=np.int64)
@@ -145,8 +167,15 @@ class HashSnapshot:
     def copy(self, part: Part) -> list[Changes]:
         """Remember `part`."""
         for _, place, digest in self._blocks(part):
+            self._fresh.pop(place, None)
             self._digests[place : place + _DIGEST] = digest
         return []
+
+    def advance(self, found: Sequence[Changes], pool: Pool) -> None:
+        """Remember what `compare` has found."""
+        for place, digest in self._fresh.items():
+            self._digests[place : place + _DIGEST] = digest
+        self._fresh.clear()
 
     def _blocks(self, part: Part) -> list[tuple[int, int, bytes]]:
         """Each block's start in `part`, where its digest is kept, and its digest."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from itertools import groupby
-from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -18,12 +16,12 @@ from weightwire.source import as_bytes
 from weightwire_sparse.changes import Changes
 from weightwire_sparse.pieces import AddressSpace
 from weightwire_sparse.snapshot import SMALL, Part
+from weightwire_sparse.threads import Threads
 
-_TASK_BYTES = 8 << 20
+_TASK_BYTES = 16 << 20
 _TASK_ITEMS = 1024
 _AHEAD = 2
 
-Result = TypeVar("Result")
 Work = Callable[[Part], list[Changes]]
 Whole = tuple[int, Tensor]
 Item = Whole | Part
@@ -32,32 +30,6 @@ Item = Whole | Part
 _copy = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
-
-
-class Threads:
-    """Some threads, started when first needed; a forked process, into which threads do not follow, has its own.
-
-    Args:
-        count: How many.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._process = 0
-        self._pool: ThreadPoolExecutor | None = None
-
-    def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Have one of them do `work`."""
-        if self._pool is None or self._process != os.getpid():
-            self._process = os.getpid()
-            self._pool = ThreadPoolExecutor(self.count, "weightwire-sparse")
-        return self._pool.submit(work)
-
-    def shutdown(self) -> None:
-        """Wait for what they do, and end them; a later `submit` starts new ones."""
-        pool, self._pool = self._pool, None
-        if pool is not None and self._process == os.getpid():
-            pool.shutdown(cancel_futures=True)
 
 
 class Sweep:
@@ -84,6 +56,7 @@ class Sweep:
         self._under_way: deque[Future[list[Changes]]] = deque()
         self._waiting: list[Item] = []
         self._waiting_bytes = 0
+        self._sound = True
         self._found: list[Changes] = []
 
     def add(self, number: int, tensor: Tensor) -> None:
@@ -106,12 +79,14 @@ class Sweep:
 
     def flush(self) -> None:
         """Begin with what was put off until there is enough of it."""
-        items, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        if not items:
+        if not self._waiting:
             return
+        self._sound = False  # whatever is raised in between: nobody can tell what was begun
         if self._limit and len(self._under_way) >= self._limit:
             self._collect()
-        self._under_way.append(self._threads.submit(partial(self._work_on, items)))
+        self._under_way.append(self._threads.submit(partial(self._work_on, self._waiting)))
+        self._waiting, self._waiting_bytes = [], 0
+        self._sound = True
 
     def finish(self) -> list[Changes]:
         """Wait for all of it; returns what was found, in no order.
@@ -119,6 +94,7 @@ class Sweep:
         Raises:
             Exception: What the work on one part raised.
         """
+        assert self._sound, "not all of it was begun"
         self.flush()
         while self._under_way:
             self._collect()

@@ -33,8 +33,8 @@ class Taking:
             Exception: What copying an earlier one raised.
         """
         if self._sweep is not None and place in self._missing:
-            self._missing.remove(place)
             self._sweep.add(self._space.by_place[place], as_plain(tensor.detach()))
+            self._missing.remove(place)
 
     def done(self) -> int:
         """Wait until all is copied, which must have been given.

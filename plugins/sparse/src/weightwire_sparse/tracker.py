@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -11,7 +12,7 @@ from typing import Literal
 from weightwire.errors import MessageError
 from weightwire.source import WeightSource
 from weightwire_sparse.changes import Bytes, Changes
-from weightwire_sparse.finding import KernelChoice, empty, kernel_for, overlaid
+from weightwire_sparse.finding import KernelChoice, kernel_for, without
 from weightwire_sparse.history import History
 from weightwire_sparse.local_pieces import LocalPieces
 from weightwire_sparse.looking import LookAhead
@@ -19,8 +20,9 @@ from weightwire_sparse.memory import Pool, Recorder
 from weightwire_sparse.pieces import Integers
 from weightwire_sparse.samples import Samples
 from weightwire_sparse.snapshot import CopySnapshot, Part, Snapshot, snapshot_of
-from weightwire_sparse.sweep import Sweep, Threads
+from weightwire_sparse.sweep import Sweep
 from weightwire_sparse.taking import Taking
+from weightwire_sparse.threads import Threads
 
 _LEAST_HISTORY = 16 << 20
 
@@ -90,6 +92,8 @@ class DeltaTracker:
         self._busy = False
         self._ahead: LookAhead | None = None
         self._mark = 0
+        self._tidied_mark, self._tidied = 0, Future[None]()
+        self._tidied.set_result(None)
         self.ready = False
         """Whether there is a snapshot that `find` can compare with."""
 
@@ -114,7 +118,8 @@ class DeltaTracker:
         return self.ready and isinstance(self._snapshot, CopySnapshot)
 
     def held(self, number: int) -> Bytes:
-        """All bytes of a piece as the snapshot has them: a view, to be read before the next `find` or `take`."""
+        """All bytes of a piece as the last `find` or `take` saw them: a view, to be read before the next one."""
+        self._settle()
         assert isinstance(self._snapshot, CopySnapshot), "only a copy has them"
         return self._snapshot.piece(number)
 
@@ -133,16 +138,30 @@ class DeltaTracker:
         assert self.ready, "nothing to compare with: take() first"
         with self._alone() as ahead:
             recorder, self._recorder = self._recorder, Recorder(self._limit, self._pool)
-            compacted = self._threads.submit(self._history.compact)
-            changes = self._compare(recorder, ahead)
-            compacted.result()
+            self._settle()
+            found = self._compare(recorder, ahead)
             self._mark += 1
             if recorder.overflowed:
+                self.ready = False
                 self._history.restart(self._mark)
             else:
-                self._history.append(self._mark, changes)
+                self._history.append(self._mark, found)
             self._pool.trim(4 * recorder.nbytes)
             return self._mark
+
+    def tidy(self) -> None:
+        """Have a thread bring the snapshot up to what was found last, and make that small.
+
+        May be called once `since` is done with; otherwise the next `find` begins with it.
+        """
+        if self._tidied_mark != self._mark and self._snapshot is not None and self.ready:
+            self._tidied_mark = self._mark
+            self._tidied = self._threads.submit(partial(_tidy, self._snapshot, self._history, self._pool))
+
+    def _settle(self) -> None:
+        """Wait until the snapshot has what was found last."""
+        self.tidy()
+        self._tidied.result()
 
     def since(self, mark: int) -> Changes | None:
         """Everything found after `mark`, each address once, with present values.
@@ -151,7 +170,8 @@ class DeltaTracker:
             The changes; None where they are not known any more, and only a dense round is right.
         """
         assert mark <= self._mark, f"mark {mark} was never given, the last is {self._mark}"
-        return self._history.since(mark, self._gather) if self.ready else None
+        self._tidied.result()
+        return self._history.since(mark, self._gather, self._threads) if self.ready else None
 
     def take(self, *, hold: bool = True) -> int:
         """Make the snapshot what is there now, for a dense round; nothing before is known afterwards.
@@ -178,6 +198,7 @@ class DeltaTracker:
             hold: See `take`.
         """
         with self._alone() as ahead:
+            self._tidied.exception()  # whatever came of it: nobody else writes to the snapshot now
             self.ready = False
             if self._taking is not None:
                 self._taking.abandon()
@@ -211,13 +232,14 @@ class DeltaTracker:
         with self._lock:
             if self._busy or not self.ready:
                 return
+            self.tidy()
             if self._ahead is None:
-                sweep = partial(self._comparing, self._recorder, bounded=False)
+                sweep = partial(self._comparing, self._recorder, after=self._tidied)
                 self._ahead = LookAhead(partial(self._local.watched, self.source), sweep)
             self._ahead.look(numbers)
 
     def sampled(self) -> float | None:
-        """How much of a hundredth of the elements differs from when this was last called.
+        """How much of a thousandth of the elements differs from when this was last called.
 
         Returns:
             A share; None the first time, or if the source makes tensors as they are asked for.
@@ -237,28 +259,36 @@ class DeltaTracker:
         self._forget()
         self._threads.shutdown()
 
-    def _compare(self, recorder: Recorder, ahead: LookAhead | None) -> Changes:
+    def _compare(self, recorder: Recorder, ahead: LookAhead | None) -> list[Changes]:
         earlier = [] if ahead is None else ahead.finish()
-        sweep, again = self._comparing(recorder), self._comparing(recorder)
+        sweep, again = self._comparing(recorder), set[int]()
         try:
             for number, tensor in self._local.each(self.source):
                 if ahead is None or not ahead.touched(number):
                     sweep.add(number, tensor)
                 elif not ahead.stands(number, tensor):
-                    again.add(number, tensor)
-            found, later = earlier + sweep.finish(), again.finish()
+                    again.add(number)
+                    sweep.add(number, tensor)
+            found = sweep.finish()
         except BaseException:
             sweep.abandon()
-            again.abandon()
             raise
-        if recorder.overflowed:
-            return empty()
-        changes = recorder.joined(found)
-        return overlaid(changes, recorder.joined(later), self.space) if later else changes
+        # The snapshot is what it was before anybody looked: what is compared again is found in full.
+        kept = [part for changes in earlier for part in without(changes, self.space, again)] if again else earlier
+        return kept + found
 
-    def _comparing(self, recorder: Recorder, *, bounded: bool = True) -> Sweep:
+    def _comparing(self, recorder: Recorder, *, after: Future[None] | None = None) -> Sweep:
+        """A sweep that compares; `after` something, it never waits for room."""
         assert self._snapshot is not None
-        return self._sweep(partial(self._snapshot.compare, recorder), bounded=bounded)
+        compare = partial(self._snapshot.compare, recorder)
+        if after is None:
+            return self._sweep(compare)
+
+        def compare_afterwards(part: Part) -> list[Changes]:
+            after.result()
+            return compare(part)
+
+        return self._sweep(compare_afterwards, bounded=False)
 
     def _sweep(self, work: Callable[[Part], list[Changes]], *, bounded: bool = True) -> Sweep:
         assert self._snapshot is not None
@@ -300,8 +330,14 @@ class DeltaTracker:
         self._pool.trim(0)
 
     def _gather(self, addresses: Integers) -> Bytes:
+        self._settle()
         assert isinstance(self._snapshot, CopySnapshot)
         return self._snapshot.gather(addresses, self._pool)
+
+
+def _tidy(snapshot: Snapshot, history: History, pool: Pool) -> None:
+    snapshot.advance(history.last, pool)
+    history.compact()
 
 
 def _check(snapshot: str, threads: int, history_bytes: int | None, block_bytes: int) -> None:

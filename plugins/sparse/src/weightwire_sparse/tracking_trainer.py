@@ -33,7 +33,7 @@ from weightwire_sparse.trainer import SparseNCCLTrainerWeightTransferEngine
 _REMEMBERED: Final = 256
 """Revisions of which the find is known."""
 _WORTH_SAMPLING: Final = 32 << 20
-"""Bytes from which a find takes long enough; of less, a hundredth says nothing."""
+"""Bytes from which a find takes long enough; of less, a sample says nothing."""
 
 
 class TrackingTrainer(SparseNCCLTrainerWeightTransferEngine):
@@ -121,6 +121,10 @@ class TrackingTrainer(SparseNCCLTrainerWeightTransferEngine):
         large = self.tracker.space.nbytes >= _WORTH_SAMPLING
         self._share = self.tracker.sampled() if large else None
 
+    def end_round(self) -> None:
+        """Have the tracker make its history small while the caller goes on."""
+        self.tracker.tidy()
+
     def standing(self) -> dict[str, Any]:
         """Why this rank can send no delta, if it cannot."""
         why = self._distrusted
@@ -162,7 +166,7 @@ class TrackingTrainer(SparseNCCLTrainerWeightTransferEngine):
             sent = self.transfer(delta, deadline)
         else:
             self._details["way"] = "dense"
-            sent = self._send_dense(take=not finds, deadline=deadline)
+            sent = self._send_dense(take=not (finds and tracker.ready), deadline=deadline)
         if self._verifying:
             self._tell_results(number, deadline)
         return sent

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self, cast
 
+import numpy as np
 import torch
 
 from weightwire.clients.protocol import VLLMWeightSyncClient
@@ -19,7 +20,7 @@ from weightwire.report import ProgressEvent
 from weightwire.source import WeightSource
 from weightwire.trainer import TrainerWeightTransferEngine
 from weightwire_sparse import compression, payload
-from weightwire_sparse.changes import Changes
+from weightwire_sparse.changes import Bytes, Changes
 from weightwire_sparse.delta import Announcement, Delta
 from weightwire_sparse.dense import DensePlan, dense_plan
 from weightwire_sparse.messages import SparseNCCLTrainerInitInfo
@@ -36,6 +37,7 @@ class SparseNCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[SparseNC
 
     _communicator: TorchCommunicator | None = None
     _ring: BufferRing | None = None
+    _packed: Bytes | None = None
 
     @classmethod
     def trainer_init(
@@ -117,6 +119,7 @@ class SparseNCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[SparseNC
         """Leave the group; one that failed is parked until its threads have ended."""
         communicator, self._communicator = self._communicator, None
         ring, self._ring = self._ring, None
+        self._packed = None  # a failed group may still read it
         if communicator is not None:
             communicator.leave([ring, self.source], error=error)
 
@@ -136,8 +139,21 @@ class SparseNCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[SparseNC
     def pack(self, changes: Changes, space: AddressSpace) -> Delta:
         """Code changes for the wire."""
         info = self.init_info
-        built = payload.build(changes, space, compression=info.compression, kernels=self._kernels, threads=info.threads)
+        built = payload.build(
+            changes,
+            space,
+            compression=info.compression,
+            kernels=self._kernels,
+            threads=info.threads,
+            out=self._packing_memory,
+        )
         return Delta(built.buffer, built.saved, len(changes.addresses))
+
+    def _packing_memory(self, nbytes: int) -> Bytes:
+        """Memory for one payload, kept from one round to the next, since new memory is slow."""
+        if self._packed is None or len(self._packed) < nbytes:
+            self._packed = np.empty(nbytes + nbytes // 4, np.uint8)
+        return self._packed[:nbytes]
 
     def announce(
         self, phase: str, delta: Delta | None, spaces: Mapping[int, AddressSpace], deadline: Deadline

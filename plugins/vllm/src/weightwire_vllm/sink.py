@@ -326,7 +326,7 @@ class VLLMSink(WeightSink):
             pieces = self._patchable()
             self._ready = pieces.routes.ready(self._held.checked(self._expected), pieces.held)
             for patch in self._ready:
-                patch.remember()
+                patch.make_room()
 
     def commit(self) -> CommitReport:
         """See `WeightSink.commit`. An error leaves some layers new and some old, and `torn` set."""

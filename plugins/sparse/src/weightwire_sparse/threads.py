@@ -1,0 +1,36 @@
+"""The threads of one tracker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+class Threads:
+    """Some threads, started when first needed; a forked process, into which threads do not follow, has its own.
+
+    Args:
+        count: How many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._process = 0
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, work: Callable[[], Result]) -> Future[Result]:
+        """Have one of them do `work`."""
+        if self._pool is None or self._process != os.getpid():
+            self._process = os.getpid()
+            self._pool = ThreadPoolExecutor(self.count, "weightwire-sparse")
+        return self._pool.submit(work)
+
+    def shutdown(self) -> None:
+        """Wait for what they do, and end them; a later `submit` starts new ones."""
+        pool, self._pool = self._pool, None
+        if pool is not None and self._process == os.getpid():
+            pool.shutdown(cancel_futures=True)

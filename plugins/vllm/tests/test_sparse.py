@@ -1,0 +1,123 @@
+"""Deltas into a real vLLM server: a language model learns for ten steps, and each sends what it changed."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("vllm", reason="needs vLLM: ./dev test --vllm")
+
+from plugins.vllm.tests.conftest import Connect, Lineup, Models
+from plugins.vllm.tests.learning import Learner, told_by
+from plugins.vllm.tests.scene import Server
+from plugins.vllm.tests.test_language_model import RANDOM_WEIGHTS, folder, real
+
+__all__ = ["folder", "real"]
+
+pytestmark = pytest.mark.vllm
+
+STEPS: Final = 10
+NOT_OURS: Final = "worker rank 0 holds weights that this trainer did not send"
+
+
+def details(report: Any) -> dict[str, Any]:
+    """What the trainer says of a round."""
+    told: dict[str, Any] = report.ranks[0].details
+    return told
+
+
+def checksums(server: Server) -> dict[str, str]:
+    """Of what the server's kernels use."""
+    answer = server.post("/weight_checker", {"action": "checksum"})
+    answer.raise_for_status()
+    sums: dict[str, str] = answer.json()["checksums"]
+    return sums
+
+
+def check_same_as_dense(server: Server, connect: Connect, weights: nn.Module) -> None:
+    """Push everything over nccl: nothing may change by it."""
+    patched = checksums(server)
+    connect(server.client, weights, "nccl", takeover=True).send_weights(weight_version="dense")
+    assert checksums(server) == patched
+    assert server.label() == "dense"
+
+
+def describe(step: int, report: Any, gap: Tensor, before: float) -> str:
+    told, worker = details(report), report.ranks[-1]
+    seconds = {**report.seconds, "find": told["find_seconds"], "commit": worker.seconds["commit"]}
+    return (
+        f"step {step:2}  {told['way']}  {told['changed'] / told['elements']:.3%} of {told['elements']} changed, "
+        f"{worker.bytes} of {report.bytes} bytes ({worker.bytes / report.bytes:.3%}, {told['whole_pieces']} whole), "
+        f"{report.total_seconds:.2f} s ({', '.join(f'{name} {one:.3f}' for name, one in seconds.items())})  "
+        f"gap {gap.mean():.4f}, to step 0 {before:.4f}"
+    )
+
+
+def test_a_model_that_learns(
+    lineup: Lineup, folder: Path, real: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    loop = importlib.import_module("rl_loop")
+    from transformers import AutoTokenizer
+
+    server = lineup.get(folder, *RANDOM_WEIGHTS)
+    learner = Learner(copy.deepcopy(real), AutoTokenizer.from_pretrained(folder))
+    options = {"takeover": True, "verify_every": 4, "stall_limit": 5.0}
+    trainer = connect(server.client, learner.served, "sparse_nccl", **options)
+
+    ours = [learner.logprobs()]
+    report = trainer.send_weights(weight_version="step-0", pause="keep")
+    assert (details(report)["way"], details(report)["reason"]) == ("dense", "the first round of this trainer")
+    told = f"step  0  dense  {report.bytes} bytes, {report.total_seconds:.2f} s"
+    print(f"\n{told}")  # noqa: T201  for `pytest -s`
+    for step in range(1, STEPS + 1):
+        learner.step()
+        ours.append(learner.logprobs())
+        report = trainer.send_weights(weight_version=f"step-{step}", pause="keep")
+        theirs = told_by(server, learner.texts)
+        gap = (ours[-1] - theirs).abs()
+        print(describe(step, report, gap, float((ours[0] - theirs).abs().mean())))  # noqa: T201
+        loop.check(step, gap)
+        told, worker = details(report), report.ranks[-1]
+        assert (told["way"], told["reason"]) == ("delta", "")
+        assert 0 < told["changed"] / told["elements"] < 0.2
+        assert worker.bytes < 0.2 * report.bytes
+        assert worker.details["patched"] > 0
+        assert report.verified == (report.revision["number"] % 4 == 0)
+        assert server.workers()[0]["revision"] == report.revision
+    # Weights of a few steps ago would be told from the right ones.
+    print([f"{float((one - theirs).abs().mean()):.4f}, {float((one - theirs).mean()):+.4f}" for one in ours])  # noqa: T201
+
+    check_same_as_dense(server, connect, learner.served)
+    for reason in (NOT_OURS, ""):
+        learner.step()
+        report = trainer.send_weights(weight_version="again", pause="keep")
+        assert (details(report)["way"], details(report)["reason"]) == ("delta" if not reason else "dense", reason)
+        loop.check(STEPS, (learner.logprobs() - told_by(server, learner.texts)).abs())
+    check_same_as_dense(server, connect, learner.served)
+
+
+def test_two_ranks(two_ranks: Server, models: Models, connect: Connect) -> None:
+    model = copy.deepcopy(models.old)
+    trainer = connect(two_ranks.client, model.module, "sparse_nccl", takeover=True, checksum=True)
+    trainer.send_weights(weight_version="step-0")
+    random, answers = torch.Generator().manual_seed(0), {model.greedy()}
+    for step in range(1, 4):
+        with torch.no_grad():
+            for one, new in zip(model.module.parameters(), models.new.module.parameters(), strict=True):
+                one.copy_(torch.where(torch.rand(one.shape, generator=random) < 0.02, new, one))
+        report = trainer.send_weights(weight_version=f"step-{step}")
+        assert details(report)["way"] == "delta"
+        assert report.verified
+        assert [rank.details["patched"] > 0 for rank in report.ranks[1:]] == [True, True]
+        assert [worker["revision"] for worker in two_ranks.workers()] == [report.revision] * 2
+        assert two_ranks.greedy() == model.greedy()
+        answers.add(model.greedy())
+    assert len(answers) == 4
+    check_same_as_dense(two_ranks, connect, model.module)
