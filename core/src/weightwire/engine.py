@@ -37,6 +37,7 @@ from weightwire.messages import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from weightwire.plan_building import plan_of_boxes
 from weightwire.round import Round
 from weightwire.sink import UpdateSpec, WeightSink, as_sink
 
@@ -163,7 +164,8 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     def _exchange_load_plans(self, link: Link, deadline: Deadline) -> None:
         own, error = None, None
         try:
-            own = self.sink.load_plan(link.metadata)
+            # A trainer that declares nothing says with each update what it is of.
+            own = self.sink.load_plan(link.metadata) if link.metadata else plan_of_boxes(())
         except WeightwireError as refusal:
             error = refusal
         try:

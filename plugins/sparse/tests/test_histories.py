@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -208,18 +208,19 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=12)
-@given(
-    dtypes=st.tuples(*[st.sampled_from(DTYPES)] * 5),
-    events=st.lists(
+HISTORIES = {
+    "dtypes": st.tuples(*[st.sampled_from(DTYPES)] * 5),
+    "events": st.lists(
         st.tuples(st.sampled_from(EVENTS), st.sampled_from([0.0, 0.02, 0.3, 1.0]), st.integers(0, 1)),
         min_size=20,
         max_size=20,
     ),
-    options=OPTIONS,
-    seed=st.integers(0, 2**31),
-)
-def test_every_history_ends_well(
+    "options": OPTIONS,
+    "seed": st.integers(0, 2**31),
+}
+
+
+def end_well(
     dtypes: tuple[torch.dtype, ...], events: list[tuple[str, float, int]], options: dict[str, Any], seed: int
 ) -> None:
     scene = Scene(dtypes, seed, **options)
@@ -227,6 +228,20 @@ def test_every_history_ends_well(
         play(scene, events)
     finally:
         scene.close()
+
+
+@settings(deadline=None, max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(**HISTORIES)
+def test_every_history_ends_well(**history: Any) -> None:
+    end_well(**history)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@settings(deadline=None, max_examples=30, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(**HISTORIES)
+def test_many_histories_end_well(**history: Any) -> None:
+    end_well(**history)
 
 
 @pytest.fixture
@@ -269,3 +284,25 @@ def test_drift_is_found_and_mended(scene: Scene) -> None:
     change(scene)
     scene.send()
     assert scene.ways[-1] == ("delta", "")
+
+
+def test_who_missed_rounds_gets_what_it_missed(scene: Scene) -> None:
+    """One of two servers is left out for a while, and is not a reason to send everything to both."""
+    scene.send()
+    change(scene)
+    scene.send()
+    both, one = FanoutClient(scene.clients), FanoutClient(scene.clients[:1])
+    scene.engine.client = one
+    scene.clients[1].worker.shutdown()
+    behind = digests(scene.served[1])
+    for _ in range(2):
+        change(scene)
+        assert scene.engine.send_weights().ranks[0].details["way"] == "delta"
+    assert digests(scene.served[0]) == scene.expected()[0]
+    assert digests(scene.served[1]) == behind
+    scene.engine.client = both
+    scene.clients[0].worker.shutdown()
+    change(scene)
+    details = scene.engine.send_weights().ranks[0].details
+    assert (details["way"], details["reason"]) == ("delta", "worker rank 1 missed a round")
+    assert scene.held() == scene.expected()

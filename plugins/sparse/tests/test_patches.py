@@ -295,3 +295,12 @@ def write(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
     rows = as_bytes(whole).view(-1, whole.element_size())
     rows[indices.long()] = as_bytes(values).view(-1, whole.element_size())
     tensor.copy_(whole)
+
+
+def test_a_chunk_after_an_update_that_was_refused(scene: Scene) -> None:
+    with pytest.raises(UpdateRefused):
+        scene.engine.send_weights([patch("nobody", [0], [1.0], WEIGHT)])
+    scene.client.start_weight_update()
+    scene.engine.send_weight_chunk([patch("weight", [1], [2.0], WEIGHT)])
+    scene.client.finish_weight_update()
+    assert scene.model.weight[0, 1] == 2

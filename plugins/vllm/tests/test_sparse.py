@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM: ./dev test --vllm")
 
 from plugins.vllm.tests.conftest import Connect, Lineup, Models
 from plugins.vllm.tests.learning import Learner, told_by
-from plugins.vllm.tests.scene import Server
+from plugins.vllm.tests.scene import START_SECONDS, Server
 from plugins.vllm.tests.test_language_model import RANDOM_WEIGHTS, folder, real
 
 __all__ = ["folder", "real"]
@@ -59,6 +59,7 @@ def describe(step: int, report: Any, gap: Tensor, before: float) -> str:
     )
 
 
+@pytest.mark.timeout(START_SECONDS + 150)
 def test_a_model_that_learns(
     lineup: Lineup, folder: Path, real: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,13 @@ class ControlPlane:
         else:
             self.client.update_weights(update_info)
 
+    def update_callers(self, update_info: WeightTransferUpdatePayload, deadline: Deadline) -> None:
+        """Send one message of an update that the caller opened through the client, under no id of ours."""
+        if self._full is not None:
+            self._full.update_weights(update_info, timeout=deadline.remaining())
+        else:
+            self.client.update_weights(update_info)
+
     def finish(self, weight_version: str | None, deadline: Deadline) -> None:
         """Have every worker commit the open update."""
         if self._full is not None:

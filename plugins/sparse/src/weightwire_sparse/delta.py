@@ -13,6 +13,7 @@ from weightwire_sparse.changes import Bytes, Changes
 from weightwire_sparse.pieces import AddressSpace
 
 _GAIN = 0.95
+_TABLES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,15 @@ class Announcement:
             HandshakeError: Anything else.
         """
         packed, whole = (record.get("packed"), record.get("whole")) if isinstance(record, Mapping) else (0, None)
-        good = packed is None or (type(packed) is int and packed >= 0)
+        good = packed is None or (type(packed) is int and 0 <= packed <= _most(space))
         if not good or not isinstance(whole, list) or not all(one in range(len(space.pieces)) for one in whole):
             raise HandshakeError(f"trainer rank {space.sender} announced {record!r}", transport="sparse_nccl")
         return cls(packed, tuple(whole))
+
+
+def _most(space: AddressSpace) -> int:
+    """Bytes that no payload exceeds: a gap takes less than 9, and there are tables."""
+    return space.nbytes + 9 * space.numel + _TABLES
 
 
 def gains(announced: Mapping[int, Announcement], spaces: Mapping[int, AddressSpace], most: float) -> bool:

@@ -12,7 +12,7 @@ from weightwire_sparse.sweep import Sweep
 
 
 class LookAhead:
-    """What is compared between two finds.
+    """What is compared between two finds, a few megabytes at a time.
 
     Args:
         resident: Gives the present tensor of each piece, by its number; nothing where they are not there all the time.
@@ -24,23 +24,22 @@ class LookAhead:
         self._tensors: Mapping[int, Tensor] | None = None
         # With a tensor over the same memory, which therefore cannot be given to another one meanwhile.
         self._seen: dict[int, tuple[Tensor, int] | None] = {}
-        self._sweeps: list[Sweep] = []
+        self._sweeping: Sweep | None = None
 
     def look(self, numbers: Iterable[int]) -> None:
         """Begin to compare pieces; those of which it was said before are left to `find`."""
         if self._tensors is None:
             self._tensors = self._resident()
-        sweep = self._sweep()
-        self._sweeps.append(sweep)
+        if self._sweeping is None:
+            self._sweeping = self._sweep()
         for number in numbers:
             tensor = self._tensors.get(number)
             if number in self._seen or tensor is None or not _can_be_watched(tensor):
                 continue
             self._seen[number] = None
             kept, version = tensor.detach(), tensor._version
-            sweep.add(number, kept)
+            self._sweeping.add(number, kept)
             self._seen[number] = kept, version
-        sweep.flush()
 
     def finish(self) -> list[Changes]:
         """Wait for all of it; what was found.
@@ -48,12 +47,12 @@ class LookAhead:
         Raises:
             Exception: What the work on one part raised.
         """
-        return [found for sweep in self._sweeps for found in sweep.finish()]
+        return [] if self._sweeping is None else self._sweeping.finish()
 
     def abandon(self) -> None:
         """End it; what was found does not matter."""
-        for sweep in self._sweeps:
-            sweep.abandon()
+        if self._sweeping is not None:
+            self._sweeping.abandon()
 
     def touched(self, number: int) -> bool:
         """Whether any of a piece was compared."""

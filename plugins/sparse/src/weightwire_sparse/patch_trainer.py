@@ -101,7 +101,7 @@ class PatchTrainer(SparseNCCLTrainerWeightTransferEngine):
             "trainer": self.trainer_id,
             "timeout": deadline.remaining(),
         }
-        call = ControlCall(lambda: self.control.update(update, deadline), deadline, what="update_weights")
+        call = ControlCall(lambda: self.control.update_callers(update, deadline), deadline, what="update_weights")
         try:
             with self.rendezvous.watch(deadline):
                 self._send_coded(coded, f"patches-{self._chunk}", deadline)

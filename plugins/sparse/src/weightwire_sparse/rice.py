@@ -125,7 +125,7 @@ def warm(kernels: str) -> None:
 
 def malformed(what: str) -> UpdateRefused:
     """The error for a payload that cannot have been built by `payload.build`."""
-    message = f"a malformed delta: {what}; nothing of it was written; the next round has to be dense"
+    message = f"a malformed delta: {what}; nothing of it was written"
     return UpdateRefused(message, transport="sparse_nccl")
 
 

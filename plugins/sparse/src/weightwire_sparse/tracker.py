@@ -219,7 +219,7 @@ class DeltaTracker:
 
         May be called from any thread, such as an optimiser's hook, and returns at once. A parameter that torch knows
         to have changed since, or that is another tensor, is compared again by `find`; what is written past torch's
-        version counter (through `tensor.data`, a numpy view or a pointer) is not noticed and would be missed. Ignored
+        version counter (through `tensor.data`, a numpy view or a pointer) is left to the find after it. Ignored
         where there is nothing to compare with, or the source makes tensors as they are asked for.
 
         Args:

@@ -37,11 +37,7 @@ _WORTH_SAMPLING: Final = 32 << 20
 
 
 class TrackingTrainer(SparseNCCLTrainerWeightTransferEngine):
-    """Sends what its source's tensors are now; made by `trainer_init` with a source.
-
-    Attributes:
-        tracker: What this rank knows of the workers' weights.
-    """
+    """Sends what its source's tensors are now; made by `trainer_init` with a source."""
 
     needs_source = True
     compares_standings = True
@@ -166,6 +162,8 @@ class TrackingTrainer(SparseNCCLTrainerWeightTransferEngine):
             sent = self.transfer(delta, deadline)
         else:
             self._details["way"] = "dense"
+            if delta is not None and not self._details["reason"]:
+                self._details["reason"] = f"a delta is more than {self.init_info.dense_above:.0%} of the dense bytes"
             sent = self._send_dense(take=not (finds and tracker.ready), deadline=deadline)
         if self._verifying:
             self._tell_results(number, deadline)

@@ -25,16 +25,22 @@ from weightwire_sparse.delta import Announcement, Delta
 from weightwire_sparse.dense import DensePlan, dense_plan
 from weightwire_sparse.messages import SparseNCCLTrainerInitInfo
 from weightwire_sparse.pieces import AddressSpace, spaces_of
+from weightwire_sparse.tracker import DeltaTracker
 
 
 class SparseNCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[SparseNCCLTrainerInitInfo]):
-    """Sends what changed since the weights that the workers hold."""
+    """Sends what changed since the weights that the workers hold.
+
+    Attributes:
+        tracker: What this rank knows of the workers' weights; there is none without a source.
+    """
 
     init_info_cls = SparseNCCLTrainerInitInfo
     consumes = "local"
     needs_source: ClassVar[bool] = False
     needs_load_plans = True
 
+    tracker: DeltaTracker
     _communicator: TorchCommunicator | None = None
     _ring: BufferRing | None = None
     _packed: Bytes | None = None
