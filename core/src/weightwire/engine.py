@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from weightwire.deadline import Deadline
-from weightwire.errors import HandshakeError, TransferError, WeightwireError
+from weightwire.errors import HandshakeError, TransferError, Unsupported, WeightwireError
 from weightwire.layout import ParamMeta, total_bytes
 from weightwire.link import Link, parse_metadata
 from weightwire.load_plan import LoadPlan
@@ -66,6 +66,9 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
 
     needs_load_plans: ClassVar[bool] = False
     """Whether it plans from what all workers load: `load_plans` then holds one for each worker rank."""
+
+    stock_needs: ClassVar[str] = ""
+    """What stock vLLM trainers of this backend need on both sides, for an engine that therefore refuses them."""
 
     writes_after_failure: ClassVar[bool] = True
     """Whether a failed transfer may still write to what `WeightSink.targets` gave out, so that it is not used again."""
@@ -138,13 +141,20 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
         """Join the trainer that sent `init_info` and build the data plane; an older link is closed first.
 
         Raises:
+            Unsupported: The trainer is a stock vLLM one, and this engine cannot speak with it.
             HandshakeError: The two sides expect different things.
             PeerLost: A rank of the fleet died meanwhile.
             DeadlineExceeded: A rank did not come; it is named.
         """
+        info = init_info.link
+        if info is None and self.stock_needs:
+            raise Unsupported(
+                "the init_info has no key 'weightwire', so it comes from a stock vLLM trainer, whose "
+                f"{self.backend} needs {self.stock_needs} on both sides; use weightwire's trainer engine",
+                transport=self.backend,
+            )
         self.shutdown()
         deadline = self.deadline
-        info = init_info.link
         if info is None:
             self.connect(init_info, deadline)
             return

@@ -45,14 +45,13 @@ class Learner:
             # In the middle of a training run a weight lies anywhere within what is rounded to it.
             noise = torch.randint(1 - (1 << 15), 1 << 15, one.shape, generator=random, dtype=torch.int32)
             one.data.view(torch.int32).add_(noise.where(one.data != 0, 0))
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(self) -> None:
         """Learn the first text a bit more."""
         tokens = torch.tensor([self.texts[0]])
         self._optimizer.zero_grad()
         self._model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         with torch.no_grad():
             for one, master in zip(self.served.parameters(), self._model.parameters(), strict=True):

@@ -9,7 +9,7 @@ from weightwire.checksums import Checksums
 from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
 from weightwire.engine import WeightTransferEngine
-from weightwire.errors import PlanOutdated, Unsupported
+from weightwire.errors import PlanOutdated
 from weightwire.fleet import Fleet
 from weightwire.load_plan import LoadPlan
 from weightwire.packing import BufferRing
@@ -29,6 +29,7 @@ class M2NWeightTransferEngine(WeightTransferEngine[M2NWeightTransferInitInfo, M2
     update_info_cls = M2NWeightTransferUpdateInfo
     supports_draft_weight_update = False
     needs_load_plans = True
+    stock_needs = "NVIDIA's extension"
 
     _communicator: TorchCommunicator | None = None
     _ring: BufferRing | None = None
@@ -48,20 +49,6 @@ class M2NWeightTransferEngine(WeightTransferEngine[M2NWeightTransferInitInfo, M2
         self._share = self._shares.get(link.metadata, link.info.trainers, self.load_plans, init_info, link.worker)
         self._share.coverage.check(strict=self.sink.strict, foreign=link.info.options.get("foreign", ()))
         return self._share.digest
-
-    def init_transfer_engine(self, init_info: M2NWeightTransferInitInfo) -> None:
-        """See `WeightTransferEngine.init_transfer_engine`.
-
-        Raises:
-            Unsupported: The trainer is a stock vLLM one.
-        """
-        if init_info.link is None:
-            raise Unsupported(
-                "the init_info has no key 'weightwire', so it comes from a stock vLLM trainer, whose nccl_m2n needs "
-                "NVIDIA's extension on both sides; use weightwire's trainer engine",
-                transport=self.backend,
-            )
-        super().init_transfer_engine(init_info)
 
     def connect(self, init_info: M2NWeightTransferInitInfo, deadline: Deadline) -> None:
         """Connect to the trainer ranks that send to this worker."""

@@ -10,7 +10,6 @@ from weightwire.chunk_transfer import ChunkReceiver
 from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
 from weightwire.engine import WeightTransferEngine
-from weightwire.errors import Unsupported
 from weightwire.fleet import Fleet
 from weightwire.layout import ParamMeta
 from weightwire.packing import BufferRing, Chunk, plan_chunks, plan_digest
@@ -22,6 +21,7 @@ class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, 
 
     init_info_cls = NCCLWeightTransferInitInfo
     update_info_cls = NCCLWeightTransferUpdateInfo
+    stock_needs = "NCCL"
 
     _communicator: TorchCommunicator | None = None
     _ring: BufferRing | None = None
@@ -29,18 +29,8 @@ class NCCLWeightTransferEngine(WeightTransferEngine[NCCLWeightTransferInitInfo, 
     _planned: tuple[Sequence[ParamMeta], int, bool, list[Chunk]] | None = None
 
     def connect(self, init_info: NCCLWeightTransferInitInfo, deadline: Deadline) -> None:
-        """Join the group of senders and workers.
-
-        Raises:
-            Unsupported: The trainer is a stock vLLM one, which needs NCCL.
-        """
-        link = self.link
-        if link is None:
-            raise Unsupported(
-                "the init_info has no key 'weightwire', so it comes from a stock vLLM trainer, and that needs NCCL on "
-                "both sides; use weightwire's trainer engine",
-                transport=self.backend,
-            )
+        """Join the group of senders and workers."""
+        link = self._require_link()
         info = link.info
         fleet = Fleet(info.trainers, tuple(info.senders), info.workers)
         self._communicator = TorchCommunicator(

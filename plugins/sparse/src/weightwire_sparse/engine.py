@@ -13,7 +13,7 @@ from weightwire.chunk_transfer import ChunkReceiver
 from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
 from weightwire.engine import WeightTransferEngine
-from weightwire.errors import Unsupported, UpdateRefused
+from weightwire.errors import PlanOutdated, UpdateRefused
 from weightwire.fleet import Fleet
 from weightwire.layout import ParamMeta
 from weightwire.load_plan import LoadPlan
@@ -38,6 +38,7 @@ class SparseNCCLWeightTransferEngine(
     update_info_cls = SparseNCCLWeightTransferUpdateInfo
     supports_draft_weight_update = False
     needs_load_plans = True
+    stock_needs = "NCCL"
 
     _communicator: TorchCommunicator | None = None
     _ring: BufferRing | None = None
@@ -47,20 +48,6 @@ class SparseNCCLWeightTransferEngine(
     _received = 0
     _chunks: list[tuple[tuple[ParamMeta, ...], list[Patch]]]
     _memory: Memory
-
-    def init_transfer_engine(self, init_info: SparseNCCLWeightTransferInitInfo) -> None:
-        """See `WeightTransferEngine.init_transfer_engine`.
-
-        Raises:
-            Unsupported: The trainer is a stock vLLM one.
-        """
-        if init_info.link is None:
-            raise Unsupported(
-                "the init_info has no key 'weightwire', so it comes from a stock vLLM trainer, whose sparse_nccl needs "
-                "NCCL on both sides; use weightwire's trainer engine",
-                transport=self.backend,
-            )
-        super().init_transfer_engine(init_info)
 
     def plan_digest(self, init_info: SparseNCCLWeightTransferInitInfo) -> str:
         """Digest of the chunks of a dense round.
@@ -119,8 +106,14 @@ class SparseNCCLWeightTransferEngine(
 
         Raises:
             UpdateRefused: A caller's patches, and this model cannot be patched.
+            PlanOutdated: The model loads otherwise than when the link was opened.
         """
-        if self.link is None or spec.metadata is not self.link.metadata:
+        link = self._require_link()
+        if spec.metadata is link.metadata:
+            own, planned = self.sink.load_plan(link.metadata), self.load_plans[link.worker]
+            if own is not planned and own.digest() != planned.digest():
+                raise PlanOutdated("this worker's model is laid out otherwise than when the link was opened")
+        else:
             why = self.sink.unpatchable(spec.metadata)
             if why is not None:
                 raise UpdateRefused(f"this worker's model cannot be patched: {why}", transport=self.backend)
