@@ -61,7 +61,7 @@ def test_a_kernel_finds_each_element_whose_bits_differ(
     present.reshape(count, width)[differs, flips[0][differs]] ^= flips[1][differs].astype(np.uint8)
     around, content = held.copy(), present.copy()
 
-    found = joined(KERNELS[kernel]().find(present, snapshot, width, 1000))
+    found = joined(KERNELS[kernel]().find(present, snapshot, width, 1000, Pool()))
 
     assert found.addresses.dtype == np.int64 and found.values.dtype == np.uint8
     assert found.addresses.tolist() == (np.flatnonzero(differs) + 1000).tolist()
@@ -81,7 +81,7 @@ def test_bits_are_compared_not_values(kernel: str, dtype: torch.dtype) -> None:
     present = np.concatenate([nan, content(-0.0), nan, content(1.0)])
     snapshot = np.concatenate([nan, content(0.0), other, content(1.0)])
 
-    found = joined(KERNELS[kernel]().find(present, snapshot, dtype.itemsize, 0))
+    found = joined(KERNELS[kernel]().find(present, snapshot, dtype.itemsize, 0, Pool()))
 
     assert found.addresses.tolist() == [1, 2]
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from weightwire.errors import MessageError
 from weightwire_sparse.changes import Bytes, Changes
+from weightwire_sparse.memory import Pool
 from weightwire_sparse.pieces import AddressSpace
 
 KernelChoice = Literal["auto", "numpy", "numba"]
@@ -24,8 +25,10 @@ class Kernel(Protocol):
     """One way to compare; used by several threads at once, on memory of their own."""
 
     name: Literal["numpy", "numba"]
+    owned: bool
+    """Whether what it yields stays as it is, in memory that is soon used again."""
 
-    def find(self, present: Bytes, snapshot: Bytes, width: int, first: int) -> Iterator[Changes]:
+    def find(self, present: Bytes, snapshot: Bytes, width: int, first: int, pool: Pool) -> Iterator[Changes]:
         """Find the elements whose bits differ.
 
         Args:
@@ -33,9 +36,11 @@ class Kernel(Protocol):
             snapshot: As many, from before.
             width: Bytes of an element.
             first: Address of the first element.
+            pool: Gives memory.
 
         Yields:
-            What was found, in ascending order; none of them is empty, and each is there until the next is asked for.
+            What was found, in ascending order; none of them is empty, and unless they are `owned` each is there until
+            the next is asked for.
         """
 
 
@@ -73,11 +78,12 @@ class NumpyKernel:
     """Compares with numpy, eight bytes at a time; `torch.nonzero` would take seven times as long."""
 
     name: Literal["numpy", "numba"] = "numpy"
+    owned = False
 
     def __init__(self) -> None:
         self._scratch = threading.local()
 
-    def find(self, present: Bytes, snapshot: Bytes, width: int, first: int) -> Iterator[Changes]:
+    def find(self, present: Bytes, snapshot: Bytes, width: int, first: int, pool: Pool) -> Iterator[Changes]:
         """See `Kernel`."""
         even = len(present) & -8 if width < 8 else 0
         for start in (*range(0, even, _BLOCK_BYTES), *range(even, len(present), _BLOCK_BYTES)):

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
 from weightwire_sparse.changes import Bytes, Changes
 from weightwire_sparse.finding import words
+from weightwire_sparse.memory import Pool
 
 _BLOCK_BYTES = 4 << 20
+_ARENA = 8 << 20
+"""Elements, and bytes, for what is found in many blocks."""
 
 Scan = Callable[..., int]
 
@@ -27,31 +29,53 @@ class NumbaKernel:
     """
 
     name: Literal["numpy", "numba"] = "numba"
+    owned = True
 
     def __init__(self, widths: Iterable[int] = ()) -> None:
-        self._scratch = threading.local()
+        self._own = threading.local()
         for width in widths:
             _compiled(width)
 
-    def find(self, present: Bytes, snapshot: Bytes, width: int, first: int) -> Iterator[Changes]:
+    def find(self, present: Bytes, snapshot: Bytes, width: int, first: int, pool: Pool) -> Iterator[Changes]:
         """See `Kernel`."""
         scan = _compiled(width)
-        addresses, space = self._buffers(width)
-        values = words(space, width)
         for start in range(0, len(present), _BLOCK_BYTES):
             now, before = present[start : start + _BLOCK_BYTES], snapshot[start : start + _BLOCK_BYTES]
             even = len(now) & -8
             views = now[:even].view(np.uint64), before[:even].view(np.uint64), words(now, width), words(before, width)
-            count = scan(*views, first + start // width, addresses, values)
+            arena = self._arena(pool, len(now) // width + 1, len(now) + 16)
+            count = scan(*views, first + start // width, arena.addresses, words(arena.values, width))
             if count:
-                yield Changes(addresses[:count], space[: count * width])
+                yield arena.cut(count, width)
 
-    def _buffers(self, width: int) -> tuple[npt.NDArray[np.int64], Bytes]:
-        """Room for what one block can hold at most: only what is written of it becomes memory."""
-        held: dict[str, tuple[npt.NDArray[np.int64], Bytes]] = self._scratch.__dict__
-        if (key := f"elements of {width}") not in held:
-            held[key] = np.empty(_BLOCK_BYTES // width + 1, np.int64), np.empty(_BLOCK_BYTES + 16, np.uint8)
-        return held[key]
+    def _arena(self, pool: Pool, addresses: int, nbytes: int) -> _Arena:
+        """This thread's, with room for so much more."""
+        arena: _Arena | None = getattr(self._own, "arena", None)
+        if arena is None or arena.pool is not pool or len(arena.addresses) < addresses or len(arena.values) < nbytes:
+            self._own.arena = arena = _Arena(pool, max(addresses, _ARENA), max(nbytes, _ARENA))
+        return arena
+
+
+class _Arena:
+    """Memory that findings are written to one after the other. Only what is written of it becomes memory.
+
+    Attributes:
+        pool: Gave it, and takes it back when nothing found there is held any more.
+        addresses: What is left for addresses.
+        values: What is left for values.
+    """
+
+    def __init__(self, pool: Pool, addresses: int, nbytes: int) -> None:
+        self.pool = pool
+        self.addresses = pool.room(8 * addresses).view(np.int64)
+        self.values = pool.room(nbytes)
+
+    def cut(self, count: int, width: int) -> Changes:
+        """The next `count` addresses and values, which have been written."""
+        addresses, self.addresses = self.addresses[:count], self.addresses[count:]
+        nbytes = count * width
+        values, self.values = self.values[:nbytes], self.values[nbytes + -nbytes % 16 :]
+        return Changes(addresses, values)
 
 
 @cache

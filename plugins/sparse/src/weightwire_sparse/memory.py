@@ -79,15 +79,21 @@ class Recorder:
     Attributes:
         overflowed: Whether there was more.
         nbytes: Bytes of all.
+        pool: See above.
     """
 
     def __init__(self, limit: int, pool: Pool) -> None:
         self.overflowed = False
         self.nbytes = 0
-        self._limit, self._pool = limit, pool
+        self._limit, self.pool = limit, pool
         self._lock = threading.Lock()
         self._chunk: Bytes = np.empty(0, np.uint8)
         self._used = 0
+
+    def noted(self, changes: Changes) -> Changes | None:
+        """`changes` themselves; None where there is no room for them."""
+        with self._lock:
+            return changes if self._fit(changes.addresses.nbytes + changes.values.nbytes) else None
 
     def kept(self, changes: Changes) -> Changes | None:
         """A copy of `changes`; None where there is no room for it."""
@@ -101,15 +107,18 @@ class Recorder:
 
     def _reserved(self, nbytes: int) -> Bytes | None:
         with self._lock:
-            self.nbytes += nbytes
-            self.overflowed |= self.nbytes > self._limit
-            if self.overflowed:
+            if not self._fit(nbytes):
                 return None
             if self._used + nbytes > len(self._chunk):
-                self._chunk, self._used = self._pool.room(max(_CHUNK, nbytes)), 0
+                self._chunk, self._used = self.pool.room(max(_CHUNK, nbytes)), 0
             start = self._used
             self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
             return self._chunk[start:]
+
+    def _fit(self, nbytes: int) -> bool:
+        self.nbytes += nbytes
+        self.overflowed |= self.nbytes > self._limit
+        return not self.overflowed
 
 
 def joined(found: Sequence[Changes], pool: Pool, threads: Threads | None = None) -> Changes:

@@ -64,7 +64,8 @@ class CopySnapshot:
             return []
         width = self._widths[part.number]
         first = self._firsts[part.number] + part.start
-        found = map(recorder.kept, self._kernel.find(part.present, self._held(part), width, first))
+        keep = recorder.noted if self._kernel.owned else recorder.kept
+        found = map(keep, self._kernel.find(part.present, self._held(part), width, first, recorder.pool))
         return [changes for changes in found if changes is not None]
 
     def copy(self, part: Part) -> list[Changes]:

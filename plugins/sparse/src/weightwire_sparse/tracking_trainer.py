@@ -32,6 +32,8 @@ from weightwire_sparse.trainer import SparseNCCLTrainerWeightTransferEngine
 
 _REMEMBERED: Final = 256
 """Revisions of which the find is known."""
+_LITTLE: Final = 0.1
+"""Share of the dense bytes of a delta after which nobody expects that nearly everything changes."""
 _WORTH_SAMPLING: Final = 32 << 20
 """Bytes from which a find takes long enough; of less, a sample says nothing."""
 
@@ -47,6 +49,7 @@ class TrackingTrainer(SparseNCCLTrainerWeightTransferEngine):
     _choice = Choice(None)
     _verifying = False
     _share: float | None = None
+    _little = False
     _attempt = 0
 
     def _configure(self, info: SparseNCCLTrainerInitInfo) -> None:
@@ -113,9 +116,12 @@ class TrackingTrainer(SparseNCCLTrainerWeightTransferEngine):
         return self._verifying
 
     def prepare_round(self) -> None:
-        """Look at a sample: where nearly everything changes each time, looking for more is of no use."""
+        """Look at a sample: where nearly everything changes each time, looking for more is of no use.
+
+        After a delta that was small there is no need to.
+        """
         large = self.tracker.space.nbytes >= _WORTH_SAMPLING
-        self._share = self.tracker.sampled() if large else None
+        self._share = self.tracker.sampled() if large and not self._little else None
 
     def end_round(self) -> None:
         """Have the tracker make its history small while the caller goes on."""
@@ -159,9 +165,10 @@ class TrackingTrainer(SparseNCCLTrainerWeightTransferEngine):
         announced = self.announce(f"delta-{number}", delta, self._spaces, deadline)
         if delta is not None and gains(announced, self._spaces, self.init_info.dense_above):
             self._details["way"] = "delta"
+            self._little = delta.announcement.nbytes(tracker.space) < _LITTLE * tracker.space.nbytes
             sent = self.transfer(delta, deadline)
         else:
-            self._details["way"] = "dense"
+            self._details["way"], self._little = "dense", False
             if delta is not None and not self._details["reason"]:
                 self._details["reason"] = f"a delta is more than {self.init_info.dense_above:.0%} of the dense bytes"
             sent = self._send_dense(take=not (finds and tracker.ready), deadline=deadline)
