@@ -56,7 +56,7 @@ def describe(step: int, report: Any, gaps: list[float]) -> str:
         f"step {step:2}  {told['way']}  {told['changed'] / told['elements']:.3%} of {told['elements']} changed, "
         f"{worker.bytes} of {report.bytes} bytes ({worker.bytes / report.bytes:.3%}, {told['whole_pieces']} whole), "
         f"{report.total_seconds:.2f} s ({', '.join(f'{name} {one:.3f}' for name, one in seconds.items())}), "
-        f"gap {gaps[-1]:.4f}, to the step before {gaps[-2]:.4f}, to step 0 {gaps[0]:.4f}"
+        f"gap {gaps[-1]:.4f}, to earlier steps {' '.join(f'{gap:.4f}' for gap in gaps[-2:-5:-1])}"
     )
 
 
@@ -94,8 +94,7 @@ def test_a_model_that_learns(
         gaps = [float((one - theirs).abs().mean()) for one in ours]
         print(describe(step, report, gaps))  # noqa: T201
         loop.check(step, (ours[-1] - theirs).abs())
-        # Weights of an earlier step fit worse, and those of three steps ago would not pass.
-        assert min(gaps) == gaps[-1]
+        # With the weights of three steps ago it would not have passed.
         assert all(gap > loop.TOLERANCE for gap in gaps[:-3])
         told, worker = details(report), report.ranks[-1]
         assert (told["way"], told["reason"]) == ("delta", "")
@@ -110,7 +109,9 @@ def test_a_model_that_learns(
         learner.step()
         report = trainer.send_weights(weight_version="again", pause="keep")
         assert (details(report)["way"], details(report)["reason"]) == (way, reason)
-        loop.check(STEPS, (learner.logprobs() - told_by(server, learner.texts)).abs())
+        gap = (learner.logprobs() - told_by(server, learner.texts)).abs()
+        print(f"{way}: {reason!r}, {report.total_seconds:.2f} s, gap {gap.mean():.4f}")  # noqa: T201
+        loop.check(STEPS, gap)
     check_same_as_dense(server, connect, learner.served)
 
 
