@@ -132,4 +132,11 @@ def test_two_ranks(two_ranks: Server, models: Models, connect: Connect) -> None:
         assert two_ranks.greedy() == model.greedy()
         answers.add(model.greedy())
     assert len(answers) == 4
+    # vLLM's own reset tells nobody; a delta installs all that is kept here anew.
+    before = checksums(two_ranks)
+    two_ranks.post("/weight_checker", {"action": "reset"}).raise_for_status()
+    assert checksums(two_ranks) != before
+    told = details(trainer.send_weights(weight_version="unchanged"))
+    assert (told["way"], told["changed"]) == ("delta", 0)
+    assert checksums(two_ranks) == before
     check_same_as_dense(two_ranks, connect, model.module)
