@@ -145,3 +145,28 @@ def test_a_call_that_hangs_keeps_nobody() -> None:
     with pytest.raises(PeerLost, match="gone"):
         client.start_weight_update()
     over.set()
+
+
+def test_a_start_does_not_meet_the_end_of_what_failed_elsewhere() -> None:
+    """One server refuses at once; the other still works on it when the caller tries again."""
+    ended, order = threading.Event(), []
+
+    class Refusing(Server):
+        def finish_weight_update(self, weight_version: str | None = None, **options: Any) -> None:
+            raise UpdateRefused("not these")
+
+    class Slow(Server):
+        def finish_weight_update(self, weight_version: str | None = None, **options: Any) -> None:
+            ended.wait(10)
+            order.append("finish")
+
+        def start_weight_update(self, **options: Any) -> None:  # type: ignore[override]
+            order.append("start")
+
+    client = FanoutClient([Refusing(), Slow()])
+    client.init_weight_transfer_engine({"rank_offset": 1})
+    with pytest.raises(UpdateRefused):
+        client.finish_weight_update()
+    threading.Timer(0.2, ended.set).start()
+    client.start_weight_update()
+    assert order == ["finish", "start"]

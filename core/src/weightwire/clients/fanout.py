@@ -25,6 +25,8 @@ Policy = Literal["all", "quorum", "best_effort"]
 
 _RETURN_SECONDS = 1.0
 """How long a server that was left out may take to say that it is back; every round waits for it."""
+_STRAGGLER_SECONDS = 5.0
+"""How long a start waits for calls of an update that failed on another server."""
 _WORKER = re.compile(r"worker rank (\d+)")
 
 T = TypeVar("T")
@@ -61,6 +63,7 @@ class FanoutClient:
         self._silent: dict[int, str] = {}
         self._failed: dict[int, str] = {}
         self._error: tuple[int, BaseException] | None = None
+        self._unfinished: ParallelCalls | None = None
 
     # Who takes part
 
@@ -180,7 +183,7 @@ class FanoutClient:
         calls = ParallelCalls(self.clients, places, call)
         results, errors = calls.wait(None)
         if errors:
-            self._error = next(iter(errors.items()))
+            self._error, self._unfinished = next(iter(errors.items())), calls
             raise self._error[1]
         return {at: results[at] for at in places}
 
@@ -218,6 +221,10 @@ class FanoutClient:
             NotInitialised: Other servers take part than in the open link; a trainer engine opens it again by itself.
         """
         self._check_membership()
+        if self._unfinished is not None:
+            # What failed on one server may still be under way on another, where a start would meet it.
+            self._unfinished.wait(_STRAGGLER_SECONDS if timeout is None else min(timeout, _STRAGGLER_SECONDS))
+            self._unfinished = None
         self._all(
             lambda client, at: client.start_weight_update(update_id=update_id, draft=draft, timeout=timeout),
             self._linked_ones(),
