@@ -160,7 +160,7 @@ def test_a_start_does_not_meet_the_end_of_what_failed_elsewhere() -> None:
             ended.wait(10)
             order.append("finish")
 
-        def start_weight_update(self, **options: Any) -> None:  # type: ignore[override]
+        def start_weight_update(self, **options: Any) -> None:
             order.append("start")
 
     client = FanoutClient([Refusing(), Slow()])

@@ -75,7 +75,7 @@ def words(content: Bytes, width: int) -> npt.NDArray[Any]:
 
 
 class NumpyKernel:
-    """Compares with numpy, eight bytes at a time; `torch.nonzero` would take seven times as long."""
+    """Compares with numpy, block by block; `torch.nonzero` would take seven times as long."""
 
     name: Literal["numpy", "numba"] = "numpy"
     owned = False
@@ -85,40 +85,23 @@ class NumpyKernel:
 
     def find(self, present: Bytes, snapshot: Bytes, width: int, first: int, pool: Pool) -> Iterator[Changes]:
         """See `Kernel`."""
-        even = len(present) & -8 if width < 8 else 0
-        for start in (*range(0, even, _BLOCK_BYTES), *range(even, len(present), _BLOCK_BYTES)):
-            stop = min(start + _BLOCK_BYTES, even if start < even else len(present))
-            find = self._in_words if start < even else self._in_elements
-            changes = find(present[start:stop], snapshot[start:stop], width)
-            if len(changes.addresses):
-                np.add(changes.addresses, first + start // width, out=changes.addresses)
-                yield changes
+        for start in range(0, len(present), _BLOCK_BYTES):
+            stop = start + _BLOCK_BYTES
+            now, before = words(present[start:stop], width), words(snapshot[start:stop], width)
+            addresses = np.flatnonzero(self._differ(now, before))
+            if len(addresses):
+                values = now[addresses]
+                np.add(addresses, first + start // width, out=addresses)
+                yield Changes(addresses, values.reshape(-1).view(np.uint8))
 
-    def _in_words(self, present: Bytes, snapshot: Bytes, width: int) -> Changes:
-        """Look for words of eight bytes first: most hold no change, and a mask of them is soon searched."""
-        now, before = present.view(np.uint64), snapshot.view(np.uint64)
-        places = np.flatnonzero(np.not_equal(now, before, out=self._mask()[: len(now)]))
-        values = now[places]
-        difference = values ^ before[places]
-        elements = np.flatnonzero(words(difference.view(np.uint8), width) != 0)
-        shift = (8 // width).bit_length() - 1
-        places <<= shift
-        addresses = places[elements >> shift]
-        addresses += elements & ((1 << shift) - 1)
-        return Changes(addresses, words(values.view(np.uint8), width)[elements].view(np.uint8))
-
-    def _in_elements(self, present: Bytes, snapshot: Bytes, width: int) -> Changes:
-        now, before = words(present, width), words(snapshot, width)
-        differ = now != before
-        addresses = np.flatnonzero(differ if differ.ndim == 1 else differ.any(axis=1))
-        values = now[addresses]
-        return Changes(addresses, values.reshape(-1).view(np.uint8))
-
-    def _mask(self) -> npt.NDArray[np.bool_]:
+    def _differ(self, now: npt.NDArray[Any], before: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Which elements differ; in memory that is used again, since new memory is slow."""
+        if now.ndim > 1:
+            return (now != before).any(axis=1)
         mask: npt.NDArray[np.bool_] | None = getattr(self._scratch, "mask", None)
-        if mask is None:
-            self._scratch.mask = mask = np.empty(_BLOCK_BYTES // 8, np.bool_)
-        return mask
+        if mask is None or len(mask) < len(now):
+            self._scratch.mask = mask = np.empty(len(now), np.bool_)
+        return np.not_equal(now, before, out=mask[: len(now)])
 
 
 def empty() -> Changes:
