@@ -38,7 +38,8 @@ def sit(state: State, payload: Payload, kernels: Sequence[KernelChoice]) -> None
 def step(state: State, way: str) -> tuple[float, int]:
     """Seconds of one way, and how many elements it found: `"memcpy"`, `"copy"` of the model's tensors, or a kernel."""
     model, tracker = state["model"], state["trackers"].get(way)
-    if way in state["trackers"]:
+    if tracker is not None:
+        tracker.find()  # what the other one's turn has changed
         for parameter in model.parameters():
             change(parameter.data, "random", _SHARE, state["random"])
         tracker._settle()  # as between rounds

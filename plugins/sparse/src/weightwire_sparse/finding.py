@@ -97,11 +97,13 @@ class NumpyKernel:
     def _differ(self, now: npt.NDArray[Any], before: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Which elements differ; in memory that is used again, since new memory is slow."""
         if now.ndim > 1:
-            return (now != before).any(axis=1)
+            rows: npt.NDArray[np.bool_] = (now != before).any(axis=1)
+            return rows
         mask: npt.NDArray[np.bool_] | None = getattr(self._scratch, "mask", None)
         if mask is None or len(mask) < len(now):
             self._scratch.mask = mask = np.empty(len(now), np.bool_)
-        return np.not_equal(now, before, out=mask[: len(now)])
+        differ: npt.NDArray[np.bool_] = np.not_equal(now, before, out=mask[: len(now)])
+        return differ
 
 
 def empty() -> Changes:
