@@ -43,6 +43,9 @@ class Kernel(Protocol):
             the next is asked for.
         """
 
+    def rest(self) -> None:
+        """Let go of memory that the next pass over everything need not go on with; nobody compares meanwhile."""
+
 
 def kernel_for(choice: KernelChoice, widths: Iterable[int] = ()) -> Kernel:
     """The kernel of that name, ready for elements of some widths; "auto" is numba's where it is installed.
@@ -93,6 +96,9 @@ class NumpyKernel:
                 values = now[addresses]
                 np.add(addresses, first + start // width, out=addresses)
                 yield Changes(addresses, values.reshape(-1).view(np.uint8))
+
+    def rest(self) -> None:
+        """See `Kernel`: its mask is small."""
 
     def _differ(self, now: npt.NDArray[Any], before: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Which elements differ; in memory that is used again, since new memory is slow."""

@@ -48,6 +48,10 @@ class NumbaKernel:
             if count:
                 yield arena.cut(count, width)
 
+    def rest(self) -> None:
+        """See `Kernel`: what is found next is written to the beginning of memory again."""
+        self._own = threading.local()
+
     def _arena(self, pool: Pool, addresses: int, nbytes: int) -> _Arena:
         """This thread's, with room for so much more."""
         arena: _Arena | None = getattr(self._own, "arena", None)

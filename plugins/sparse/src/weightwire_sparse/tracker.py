@@ -140,6 +140,7 @@ class DeltaTracker:
             recorder, self._recorder = self._recorder, Recorder(self._limit, self._pool)
             self._settle()
             found = self._compare(recorder, ahead)
+            self._kernel.rest()
             self._mark += 1
             if recorder.overflowed:
                 self.ready = False
