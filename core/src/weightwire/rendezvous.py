@@ -61,6 +61,8 @@ _PARTING_SECONDS: Final = 0.5
 _FAIL_SECONDS: Final = 0.2
 _DEAD_SECONDS: Final = 0.05
 _EXPLAIN_SECONDS: Final = 0.3
+_GIVEN_UP_SECONDS: Final = 1.5
+"""A rank gives up for a reason; where that is silence, members hear of it up to a beat apart."""
 _AGAIN_SECONDS: Final = 0.05
 _TRIES: Final = 3
 
@@ -275,7 +277,7 @@ class Rendezvous:
         """
         if not isinstance(error, PeerLost | PeerFailed) or isinstance(error, PeerStalled):
             return error
-        self._mailbox.wait_dead(_EXPLAIN_SECONDS)
+        self._mailbox.wait_dead(_GIVEN_UP_SECONDS if isinstance(error, PeerFailed) else _EXPLAIN_SECONDS)
         failure = self._mailbox.failure
         return error if failure is None or self.closed else failure
 
