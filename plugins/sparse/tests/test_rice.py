@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from weightwire.errors import MessageError, UpdateRefused
 from weightwire_sparse import rice
+from weightwire_sparse.compiling import compiled
 from weightwire_sparse.pieces import Integers
-from weightwire_sparse.rice_numba import compiled
 
 KERNELS = ("numpy", "numba")
 MOST = rice.MOST_ADDRESSES

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final
 
-import numba
 import torch
 
 from weightwire import patching
-from weightwire.patching import ReadyPatch
+from weightwire.patching import ReadyPatch, bits
+from weightwire_sparse.compiling import compiled
 from weightwire_sparse.threads import Threads
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDTHS: Final = (torch.uint8, torch.int16, torch.int32, torch.int64)
 _threads = Threads(1)
 
 
-def _compiled(function: _Function) -> _Function:
-    return cast(_Function, numba.njit(nogil=True, cache=True)(function))
-
-
-@_compiled
+@compiled
 def _exchange(memory: Any, offsets: Any, values: Any, before: Any) -> None:
     for number in range(len(offsets)):
         place = offsets[number]
@@ -47,15 +42,14 @@ def exchange(patches: Sequence[ReadyPatch]) -> list[ReadyPatch]:
 def _knows(patch: ReadyPatch) -> bool:
     tensors = (patch.memory, patch.offsets, patch.values, patch.room)
     plain = all(tensor is not None and tensor.is_cpu and tensor.stride() == (1,) for tensor in tensors)
-    return plain and patch.memory.element_size() in _WIDTHS
+    return plain and bits(patch.memory).dtype in _WIDTHS
 
 
 def _apply(patches: Sequence[ReadyPatch]) -> None:
     for patch in patches:
         memory, values, room = patch.memory, patch.values, patch.room
         assert patch.offsets is not None and room is not None
-        width = _WIDTHS[memory.element_size()]
-        flat, new, old = (tensor.detach().view(width).numpy() for tensor in (memory, values, room))
+        flat, new, old = (bits(tensor.detach()).numpy() for tensor in (memory, values, room))
         _exchange(flat, patch.offsets.numpy(), new, old)
         patch.before = room
 
@@ -63,6 +57,6 @@ def _apply(patches: Sequence[ReadyPatch]) -> None:
 def install() -> None:
     """Compile, and have the patches of this process applied so."""
     one = torch.zeros(1, dtype=torch.int64)
-    for width in _WIDTHS.values():
+    for width in _WIDTHS:
         _apply([ReadyPatch(one.to(width), one, one.to(width), room=one.to(width))])
     patching.offer_exchange(exchange)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Literal, Protocol
@@ -10,10 +9,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from weightwire.errors import MessageError
 from weightwire_sparse.changes import Bytes, Changes
 from weightwire_sparse.memory import Pool
 from weightwire_sparse.pieces import AddressSpace
+from weightwire_sparse.rice import choose
 
 KernelChoice = Literal["auto", "numpy", "numba"]
 
@@ -53,16 +52,7 @@ def kernel_for(choice: KernelChoice, widths: Iterable[int] = ()) -> Kernel:
     Raises:
         MessageError: Numba was asked for and is not installed, or there is no such kernel.
     """
-    if choice not in ("auto", "numpy", "numba"):
-        raise MessageError(f'kernels is "auto", "numpy" or "numba", not {choice!r}', transport="sparse_nccl")
-    installed = importlib.util.find_spec("numba") is not None
-    if choice == "numba" and not installed:
-        raise MessageError(
-            'kernels="numba" needs numba, which is not installed: pip install "weightwire-sparse[fast]", '
-            'or choose "auto" or "numpy"',
-            transport="sparse_nccl",
-        )
-    if choice == "numpy" or not installed:
+    if choose(choice) == "numpy":
         return NumpyKernel()
     # Here, not above: it costs half a second and is wanted only by who chose it.
     from weightwire_sparse.finding_numba import NumbaKernel

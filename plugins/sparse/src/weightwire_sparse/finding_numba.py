@@ -11,6 +11,7 @@ import numba
 import numpy as np
 
 from weightwire_sparse.changes import Bytes, Changes
+from weightwire_sparse.compiling import compiled
 from weightwire_sparse.finding import words
 from weightwire_sparse.memory import Pool
 
@@ -90,17 +91,9 @@ def _compiled(width: int) -> Scan:
     long = numba.types.Array(numba.int64, 1, "C", aligned=True)
     if width > 8:
         pairs = numba.types.Array(numba.uint64, 2, "C", aligned=False)
-        return _jit(_scan_rows, numba.int64(word, word, pairs, pairs, numba.int64, long, pairs))
+        return compiled(_scan_rows, numba.int64(word, word, pairs, pairs, numba.int64, long, pairs))
     element = numba.types.Array(getattr(numba, f"uint{8 * width}"), 1, "C", aligned=False)
-    return _jit(_scan_of(width), numba.int64(word, word, element, element, numba.int64, long, element))
-
-
-def _jit(function: Scan, signature: Any) -> Scan:
-    try:
-        compiled: Scan = numba.njit(signature, nogil=True, cache=True)(function)
-    except RuntimeError:  # nowhere to keep it on disk: compiled anew in each process
-        compiled = numba.njit(signature, nogil=True)(function)
-    return compiled
+    return compiled(_scan_of(width), numba.int64(word, word, element, element, numba.int64, long, element))
 
 
 def _scan_of(width: int) -> Scan:

@@ -6,17 +6,14 @@ The kernels see read-only arrays and plain integers only, so each is compiled on
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from weightwire_sparse.compiling import compiled
 from weightwire_sparse.pieces import Integers
 from weightwire_sparse.rice import Group, Words
-
-_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
 _ONE = np.uint64(1)
 _SIX, _BELOW_64, _PLACE = np.uint64(6), np.uint64(63), np.uint64(58)
@@ -24,16 +21,6 @@ _MULTIPLIER = np.uint64(0x03F79D71B4CB0A89)  # de Bruijn's: its 64 windows of 6 
 _TRAILING = np.zeros(64, np.int64)  # how many zeros are below the only one of a word, by window
 for _zeros in range(64):
     _TRAILING[(int(_MULTIPLIER) << _zeros) % 2**64 >> 58] = _zeros
-
-
-def compiled(kernel: _Kernel) -> _Kernel:
-    """`kernel` as machine code, kept on disk for later processes where there is a place for it."""
-    machine_code: _Kernel
-    try:
-        machine_code = numba.njit(nogil=True, cache=True)(kernel)
-    except RuntimeError:  # neither the package's folder nor the user's can be written
-        machine_code = numba.njit(nogil=True)(kernel)
-    return machine_code
 
 
 def encode_group(addresses: Integers) -> Group:

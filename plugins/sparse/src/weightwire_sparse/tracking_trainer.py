@@ -159,8 +159,8 @@ class TrackingTrainer(SparseNCCLTrainerWeightTransferEngine):
         """Send what changed, or every piece whole where that is the only way or costs no more."""
         tracker, began = self.tracker, time.perf_counter()
         self._details = {"reason": self._choice.reason, "kernels": tracker.kernels, "elements": tracker.space.numel}
-        finds = self._choice.base is not None
-        delta = self._delta(self._choice.base) if self._choice.base is not None else None
+        base = self._choice.base
+        delta = None if base is None else self._delta(base)
         self._details["find_seconds"] = time.perf_counter() - began
         announced = self.announce(f"delta-{number}", delta, self._spaces, deadline)
         if delta is not None and gains(announced, self._spaces, self.init_info.dense_above):
@@ -171,7 +171,7 @@ class TrackingTrainer(SparseNCCLTrainerWeightTransferEngine):
             self._details["way"], self._little = "dense", False
             if delta is not None and not self._details["reason"]:
                 self._details["reason"] = f"a delta is more than {self.init_info.dense_above:.0%} of the dense bytes"
-            sent = self._send_dense(take=not (finds and tracker.ready), deadline=deadline)
+            sent = self._send_dense(take=base is None or not tracker.ready, deadline=deadline)
         if self._verifying:
             self._tell_results(number, deadline)
         return sent
