@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -11,7 +12,9 @@ Result = TypeVar("Result")
 
 
 class Threads:
-    """Some threads, started when first needed; a forked process, into which threads do not follow, has its own.
+    """Some threads, all started when first needed; a forked process, into which threads do not follow, has its own.
+
+    A pool by itself starts a thread only where none is idle, so how many there are would depend on who was quick.
 
     Args:
         count: How many.
@@ -27,6 +30,9 @@ class Threads:
         if self._pool is None or self._process != os.getpid():
             self._process = os.getpid()
             self._pool = ThreadPoolExecutor(self.count, "weightwire-sparse")
+            together = threading.Barrier(self.count)
+            for _ in range(self.count):
+                self._pool.submit(together.wait)
         return self._pool.submit(work)
 
     def shutdown(self) -> None:
