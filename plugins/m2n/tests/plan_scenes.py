@@ -13,7 +13,7 @@ from plugins.m2n.tests.random_scenes import Scene
 from weightwire.layout import ParamMeta, Shard
 from weightwire.load_plan import Copy, LoadPlan, Target, View, last_element
 from weightwire.region import Region
-from weightwire_m2n.demands import Demand
+from weightwire.resharding.demands import Demand
 from weightwire_m2n.layout_files import SOURCE_FILE, WORKERS_FILE, write_source_layout, write_worker_layouts
 from weightwire_m2n.plan_command import main
 

@@ -16,10 +16,10 @@ from numpy.lib.stride_tricks import as_strided
 from weightwire.layout import ParamMeta, Placement, Replicate, Shard
 from weightwire.region import Region
 from weightwire.region_boxes import merge_axes
-from weightwire_m2n.demands import Demand, Workers
-from weightwire_m2n.moves import Moves, segments
-from weightwire_m2n.planner import Plan
-from weightwire_m2n.source_layout import SourceLayout
+from weightwire.resharding.demands import Demand, Workers
+from weightwire.resharding.moves import Moves, segments
+from weightwire.resharding.planner import Plan
+from weightwire.resharding.source_layout import SourceLayout
 
 Array = np.ndarray[Any, Any]
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from plugins.m2n.tests.random_scenes import factored, random_view, region_of, strided
 from weightwire.region import Region
 from weightwire.region_boxes import merge_axes, row_major, whole
-from weightwire_m2n.atoms import disjoint
-from weightwire_m2n.geometry import geometry
-from weightwire_m2n.source_layout import cells_of
+from weightwire.resharding.atoms import disjoint
+from weightwire.resharding.geometry import geometry
+from weightwire.resharding.source_layout import cells_of
 
 randoms = st.randoms(use_true_random=False)
 

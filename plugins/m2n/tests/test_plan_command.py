@@ -18,12 +18,12 @@ from plugins.m2n.tests.random_scenes import random_scene
 from weightwire import command
 from weightwire.layout import ParamMeta
 from weightwire.load_plan import LoadPlan, Opaque
+from weightwire.resharding.planner import Plan
 from weightwire_m2n.bench_planning import Fleet, layouts, workers
 from weightwire_m2n.layout_files import write_source_layout, write_worker_layouts
 from weightwire_m2n.messages import M2NTrainerInitInfo
 from weightwire_m2n.plan_report import report, shown_bytes, shown_ranks, shown_seconds
 from weightwire_m2n.plan_text import text
-from weightwire_m2n.planner import Plan
 from weightwire_m2n.planning import make_plan
 
 

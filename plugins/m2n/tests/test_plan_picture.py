@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from plugins.m2n.tests.plan_scenes import load_plans, run, split, write
 from plugins.m2n.tests.random_scenes import random_scene
 from weightwire.region import Region
-from weightwire_m2n.demands import Demand, Workers
+from weightwire.resharding.demands import Demand, Workers
+from weightwire.resharding.planner import Plan
+from weightwire.resharding.source_layout import SourceLayout, cells_of
 from weightwire_m2n.messages import M2NTrainerInitInfo
 from weightwire_m2n.parameter_raster import Projection, cells_at, contains, most_telling, readers, share_read
 from weightwire_m2n.plan_picture import draw
 from weightwire_m2n.plan_report import report
-from weightwire_m2n.planner import Plan
 from weightwire_m2n.planning import make_plan
-from weightwire_m2n.source_layout import SourceLayout, cells_of
 
 
 def picture(path: Path) -> Any:

@@ -26,11 +26,11 @@ from plugins.m2n.tests.random_scenes import (
 from weightwire.errors import MetadataError, UpdateRefused
 from weightwire.region import Region
 from weightwire.region_boxes import whole
+from weightwire.resharding.demands import Demand, Workers
+from weightwire.resharding.moves import Moves
+from weightwire.resharding.planner import Plan
+from weightwire.resharding.source_layout import SourceLayout, boxes, cells_of
 from weightwire_m2n.bench_planning import Fleet, layouts, workers
-from weightwire_m2n.demands import Demand, Workers
-from weightwire_m2n.moves import Moves
-from weightwire_m2n.planner import Plan
-from weightwire_m2n.source_layout import SourceLayout, boxes, cells_of
 
 randoms = st.randoms(use_true_random=False)
 
@@ -178,7 +178,7 @@ def test_the_same_for_every_hash_seed() -> None:
     script = """
 import json, sys
 from weightwire_m2n.bench_planning import Fleet, layouts, workers
-from weightwire_m2n.planner import Plan
+from weightwire.resharding.planner import Plan
 fleet = Fleet(trainers=16, expert_ranks=4, replicas=2, layers=9, experts=8, sharded=True)
 parameters = list(layouts(fleet))
 plan = Plan(parameters, fleet.trainers, workers(fleet, parameters))

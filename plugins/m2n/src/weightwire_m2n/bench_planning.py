@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from weightwire.region import Region
 from weightwire.region_boxes import whole
-from weightwire_m2n.demands import Demand, Workers
-from weightwire_m2n.planner import Plan
-from weightwire_m2n.source_layout import SourceLayout
+from weightwire.resharding.demands import Demand, Workers
+from weightwire.resharding.planner import Plan
+from weightwire.resharding.source_layout import SourceLayout
 
 HIDDEN: Final = 7168
 EXPERT: Final = 2048

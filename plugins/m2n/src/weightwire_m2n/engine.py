@@ -13,8 +13,8 @@ from weightwire.errors import PlanOutdated
 from weightwire.fleet import Fleet
 from weightwire.load_plan import LoadPlan
 from weightwire.packing import BufferRing
+from weightwire.resharding.incoming import Incoming, Message, Receiving, incoming_of
 from weightwire.sink import UpdateSpec
-from weightwire_m2n.incoming import Incoming, Message, Receiving, incoming_of
 from weightwire_m2n.messages import M2NWeightTransferInitInfo, M2NWeightTransferUpdateInfo, message_bytes
 from weightwire_m2n.planning import Share, Shares
 from weightwire_m2n.routing import message_number, receiving_worker, routes

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightwire.region import Region
-from weightwire_m2n.planner import Plan
-from weightwire_m2n.source_layout import Cells, Integers
+from weightwire.resharding.planner import Plan
+from weightwire.resharding.source_layout import Cells, Integers
 
 Shares = NDArray[np.float64]
 

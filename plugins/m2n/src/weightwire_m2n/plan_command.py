@@ -16,6 +16,7 @@ from weightwire.errors import UpdateRefused, WeightwireError
 from weightwire.layout import ParamMeta
 from weightwire.load_plan import LoadPlan
 from weightwire.plan_building import plan_of_pieces
+from weightwire.resharding.planner import Plan
 from weightwire_m2n.layout_files import (
     SOURCE_FILE,
     WORKERS_FILE,
@@ -27,7 +28,6 @@ from weightwire_m2n.messages import BUFFER_BYTES, M2NTrainerInitInfo
 from weightwire_m2n.plan_picture import draw, figure_class
 from weightwire_m2n.plan_report import PlanReport, report
 from weightwire_m2n.plan_text import text
-from weightwire_m2n.planner import Plan
 from weightwire_m2n.planning import make_plan
 
 

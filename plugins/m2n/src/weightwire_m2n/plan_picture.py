@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightwire.errors import MessageError, Unsupported
+from weightwire.resharding.planner import Plan
+from weightwire.resharding.source_layout import Integers
 from weightwire_m2n.parameter_raster import (
     Projection,
     Shares,
@@ -21,8 +23,6 @@ from weightwire_m2n.parameter_raster import (
     share_read,
 )
 from weightwire_m2n.plan_report import PlanReport, shown_bytes, shown_ranks, shown_seconds
-from weightwire_m2n.planner import Plan
-from weightwire_m2n.source_layout import Integers
 
 _MOST_WRITTEN: Final = 48
 _MOST_PANELS: Final = 8

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightwire_m2n.planner import Plan
-from weightwire_m2n.source_layout import Integers
+from weightwire.resharding.planner import Plan
+from weightwire.resharding.source_layout import Integers
 
 if TYPE_CHECKING:
     from weightwire.load_plan import LoadPlan

@@ -10,10 +10,10 @@ import numpy as np
 
 from weightwire.layout import ParamMeta, metadata_digest
 from weightwire.load_plan import LoadPlan
-from weightwire_m2n.load_plans import workers_of
+from weightwire.resharding.load_plans import workers_of
+from weightwire.resharding.planner import Coverage, Plan
+from weightwire.resharding.source_layout import SourceLayout
 from weightwire_m2n.messages import message_bytes
-from weightwire_m2n.planner import Coverage, Plan
-from weightwire_m2n.source_layout import SourceLayout
 
 
 class Sizes(Protocol):

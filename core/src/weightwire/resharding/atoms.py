@@ -16,7 +16,7 @@ import numpy as np
 
 from weightwire.region import Region
 from weightwire.region_boxes import Cut, Digit, coordinates, digits, intersect, row_major, select, span
-from weightwire_m2n.source_layout import Integers
+from weightwire.resharding.source_layout import Integers
 
 
 class Link(NamedTuple):

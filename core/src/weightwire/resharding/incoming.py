@@ -16,10 +16,10 @@ from weightwire.collective import Communicator, Handle
 from weightwire.deadline import Deadline
 from weightwire.layout import ParamMeta
 from weightwire.packing import BufferRing, Slot
+from weightwire.resharding.moves import Moves, Writes, segments
+from weightwire.resharding.planner import Plan
+from weightwire.resharding.strided import as_integers, dense, stripped
 from weightwire.source import as_bytes
-from weightwire_m2n.moves import Moves, Writes, segments
-from weightwire_m2n.planner import Plan
-from weightwire_m2n.strided import as_integers, dense, stripped
 
 
 class Write(NamedTuple):

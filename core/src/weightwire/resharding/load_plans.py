@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from weightwire_m2n.demands import Demand, Workers
+from weightwire.resharding.demands import Demand, Workers
 
 if TYPE_CHECKING:
     from weightwire.layout import ParamMeta

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from weightwire.errors import MetadataError
 from weightwire.region import Region
 from weightwire.region_boxes import check_region
-from weightwire_m2n.source_layout import SourceLayout
+from weightwire.resharding.source_layout import SourceLayout
 
 
 class Demand(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weightwire_m2n.source_layout import Integers
+from weightwire.resharding.source_layout import Integers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightwire_m2n.demands import Interned, Workers
-from weightwire_m2n.geometry import Geometry, geometry
-from weightwire_m2n.source_layout import Cells, Integers, SourceLayout, cells_of
+from weightwire.resharding.demands import Interned, Workers
+from weightwire.resharding.geometry import Geometry, geometry
+from weightwire.resharding.source_layout import Cells, Integers, SourceLayout, cells_of
 
 Groups = tuple[tuple[int, ...], ...]
 """For each cell the trainer ranks that hold it, ascending."""

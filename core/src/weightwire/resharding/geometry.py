@@ -10,9 +10,9 @@ import numpy as np
 
 from weightwire.region import Region
 from weightwire.region_boxes import Cut, Digit, coordinates, digits, intersect, merge_axes, row_major, select
-from weightwire_m2n.atoms import Atom, disjoint
-from weightwire_m2n.demands import Signature
-from weightwire_m2n.source_layout import Cells
+from weightwire.resharding.atoms import Atom, disjoint
+from weightwire.resharding.demands import Signature
+from weightwire.resharding.source_layout import Cells
 
 
 class Write(NamedTuple):

@@ -19,10 +19,10 @@ from weightwire.collective import Communicator
 from weightwire.deadline import Deadline
 from weightwire.layout import ParamMeta
 from weightwire.packing import BufferRing, Slot
+from weightwire.resharding.moves import segments
+from weightwire.resharding.planner import Plan
+from weightwire.resharding.strided import as_integers, dense, stripped
 from weightwire.source import as_bytes
-from weightwire_m2n.moves import segments
-from weightwire_m2n.planner import Plan
-from weightwire_m2n.strided import as_integers, dense, stripped
 
 
 class Piece(NamedTuple):

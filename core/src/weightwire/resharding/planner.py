@@ -17,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 
 from weightwire.errors import MetadataError, UpdateRefused
-from weightwire_m2n.classes import Block, Classes, Groups, PlanClass, block
-from weightwire_m2n.demands import Wanted, Workers, intern
-from weightwire_m2n.geometry import Geometry
-from weightwire_m2n.moves import Moves
-from weightwire_m2n.parts import assemble
-from weightwire_m2n.source_layout import Integers, SourceLayout
+from weightwire.resharding.classes import Block, Classes, Groups, PlanClass, block
+from weightwire.resharding.demands import Wanted, Workers, intern
+from weightwire.resharding.geometry import Geometry
+from weightwire.resharding.moves import Moves
+from weightwire.resharding.parts import assemble
+from weightwire.resharding.source_layout import Integers, SourceLayout
 
 
 class Instance(NamedTuple):

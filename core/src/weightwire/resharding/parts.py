@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weightwire_m2n.classes import Block
-from weightwire_m2n.demands import Wanted
-from weightwire_m2n.moves import Moves, Writes, cut_messages
-from weightwire_m2n.source_layout import Integers
+from weightwire.resharding.classes import Block
+from weightwire.resharding.demands import Wanted
+from weightwire.resharding.moves import Moves, Writes, cut_messages
+from weightwire.resharding.source_layout import Integers
 
 Entry = tuple[int, int, int, int]
 """Parameter, cell, sender and receiver of the pieces of one block."""
