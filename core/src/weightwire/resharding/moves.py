@@ -132,7 +132,7 @@ def segments(nbytes: Sequence[int], large: int) -> list[list[int]]:
 
 
 def cut_messages(
-    pair: Integers, nbytes: Integers, itemsize: Integers, most: int, large: int
+    pair: Integers, nbytes: Integers, itemsize: Integers, most: int, large: int, group: Integers | None = None
 ) -> tuple[Integers, Integers]:
     """Cut the moves of each pair, in order, into messages of at most `most` bytes; a larger move is one by itself.
 
@@ -142,25 +142,28 @@ def cut_messages(
         itemsize: A small move begins at a multiple of it, or begins a message: between them nothing is padded.
         most: Bytes.
         large: Bytes from which on a move is a segment of its own.
+        group: Of each move; a message is within one. None where all are of one.
 
     Returns:
         For each move the ordinal of its message within its pair, and where it is put if it is packed into a buffer of
         `most` bytes: small ones from its beginning, large ones from its end.
     """
     message, place = np.zeros(len(pair), np.int64), np.zeros(len(pair), np.int64)
-    state: dict[int, tuple[int, int, int]] = {}  # of each pair: the messages begun, where small ones end, large begin
-    rows = zip(pair.tolist(), nbytes.tolist(), itemsize.tolist(), strict=True)
-    for row, (key, size, aligned) in enumerate(rows):
-        begun, low, high = state.get(key, (0, most, 0))
+    # Of each pair: the messages begun, where small ones end, where large ones begin, the group.
+    state: dict[int, tuple[int, int, int, int]] = {}
+    within = np.zeros(len(pair), np.int64) if group is None else group
+    rows = zip(pair.tolist(), nbytes.tolist(), itemsize.tolist(), within.tolist(), strict=True)
+    for row, (key, size, aligned, mine) in enumerate(rows):
+        begun, low, high, present = state.get(key, (0, most, 0, mine))
         room = size if size < large else size + -size % _ALIGNMENT
-        if low + room > high or (size < large and low % aligned):
+        if low + room > high or (size < large and low % aligned) or mine != present:
             begun, low, high = begun + 1, 0, max(most - most % _ALIGNMENT, room)
         if size < large:
             place[row], low = low, low + size
         else:
             high -= room
             place[row] = high
-        message[row], state[key] = begun - 1, (begun, low, high)
+        message[row], state[key] = begun - 1, (begun, low, high, mine)
     return message, place
 
 

@@ -22,6 +22,7 @@ def assemble(
     axes: tuple[int, int],
     buffer: int,
     large: int,
+    groups: Integers | None = None,
 ) -> Moves:
     """The moves of entries in their order, cut into messages.
 
@@ -32,6 +33,7 @@ def assemble(
         axes: Axes of a piece, and of its repeats.
         buffer: Bytes of a message at most.
         large: Bytes from which on a move is a segment of its own.
+        groups: Of each parameter; None where all are of one.
     """
     lengths = np.array([len(each.rows) for each in blocks], np.int64)
     keys = np.repeat(np.array(entries, np.int64).reshape(-1, 4), lengths, axis=0)
@@ -40,7 +42,7 @@ def assemble(
     piece, nbytes, direct, itemsize, offset = rows[:, :5].T.copy()
     sizes, strides = rows[:, 5 : 5 + axes[0]].copy(), rows[:, 5 + axes[0] :].copy()
     pair = sender * (int(receiver.max(initial=0)) + 1) + receiver
-    message, place = cut_messages(pair, nbytes, itemsize, buffer, large)
+    message, place = cut_messages(pair, nbytes, itemsize, buffer, large, None if groups is None else groups[parameter])
     writes = None if wanted is None else _writes(lengths, blocks, wanted, axes)
     return Moves(
         parameter, cell, sender, receiver, piece, nbytes, direct, offset, sizes, strides, message, place, writes

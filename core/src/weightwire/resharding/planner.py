@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,6 +77,9 @@ class Plan:
         workers: What every worker rank wants.
         buffer: Bytes of a message at most, unless it is one contiguous move.
         large: Bytes from which on a move travels by itself within its message, see `segments`.
+        groups: Of each parameter: a message is within one. None where all are of one.
+        ordinal: Of a worker that plans alone, among those that do: replicas are spread over such workers by it, and
+            `workers` is this one. None where all ranks plan together and the least busy replica sends.
 
     Raises:
         MetadataError: A parameter has owners that are no trainer ranks, or a demand does not fit its parameter.
@@ -89,6 +93,8 @@ class Plan:
         *,
         buffer: int = 16 << 20,
         large: int = 1 << 20,
+        groups: Sequence[int] | None = None,
+        ordinal: int | None = None,
     ) -> None:
         widest = max((layout.itemsize for layout in layouts), default=1)
         if buffer < widest:
@@ -98,6 +104,8 @@ class Plan:
         self.workers = workers
         self.buffer = buffer
         self.large = large
+        self._groups = None if groups is None else np.asarray(groups, np.int64)
+        self._alone = None if ordinal is None else _Alone(ordinal)
         self.sent = [0] * trainers
         """Bytes that each trainer rank sends."""
         interned = intern(layouts, workers)
@@ -114,6 +122,8 @@ class Plan:
     def _instance(self, layout: SourceLayout, wanted: Sequence[tuple[int, int]]) -> Instance:
         ordinal, groups = self._classes.place(layout, wanted)
         of = self._classes.found[ordinal]
+        if self._alone is not None:
+            return Instance(of, ordinal, groups, self._alone.choose(layout, of, groups, self.sent))
         return Instance(of, ordinal, groups, _choose(of, groups, self.sent))
 
     @property
@@ -188,7 +198,7 @@ class Plan:
             blocks.append(self._block(of.taken[plan], cell, of.itemsize))
             if writes:
                 wanted.append(self._wanted[plan][parameter])
-        return assemble(entries, blocks, wanted if writes else None, self._axes, self.buffer, self.large)
+        return assemble(entries, blocks, wanted if writes else None, self._axes, self.buffer, self.large, self._groups)
 
     def _block(self, of: Geometry, cell: int, itemsize: int) -> Block:
         key = (id(of), cell)  # geometries live as long as the plan
@@ -211,7 +221,10 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """The SHA-256 of the whole plan: equal on ranks that planned alike."""
-        hasher = hashlib.sha256(repr((self.trainers, self.workers.plan_of, self.buffer, self.large)).encode())
+        settings = (self.trainers, self.workers.plan_of, self.buffer, self.large)
+        hasher = hashlib.sha256(repr(settings).encode())
+        if self._groups is not None:
+            hasher.update(self._groups.astype("<i8").tobytes())
         for of in self.classes:
             for plan, taken in of.taken.items():
                 hasher.update(repr((plan, of.itemsize)).encode())
@@ -250,3 +263,27 @@ def _choose(of: PlanClass, groups: Groups, sent: list[int]) -> dict[int, Integer
                 sent[rank] = load
             chosen[cell] = np.array(senders, np.int64)
     return chosen
+
+
+class _Alone:
+    """Chooses for one worker that knows nothing of what the others want.
+
+    Of parameters that are laid out alike each next one goes to the next holder, and each next worker begins one
+    further: so many parameters, or so many workers, keep all holders equally busy.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal = ordinal
+        self._met: Counter[object] = Counter()
+
+    def choose(self, layout: SourceLayout, of: PlanClass, groups: Groups, sent: list[int]) -> dict[int, Integers]:
+        key = (layout.shape, layout.itemsize, layout.owners, layout.mesh_shape, layout.placements)
+        turn = self._met[key] + self._ordinal
+        self._met[key] += 1
+        chosen: dict[int, Integers] = {}
+        for cell, group in enumerate(groups):
+            sender = group[turn % len(group)]
+            sent[sender] += of.total[cell]
+            if len(group) > 1 and of.total[cell]:
+                chosen[cell] = np.full(len(of.receivers[cell][0]), sender, np.int64)
+        return chosen
