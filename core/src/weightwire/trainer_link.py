@@ -48,7 +48,7 @@ class TrainerLink(ABC, Generic[TTrainerInitInfo]):
     """
 
     init_info_cls: type[TTrainerInitInfo]
-    consumes: ClassVar[Literal["full", "local"]] = "full"
+    consumes: Literal["full", "local"] = "full"
     """Which mode of the source this transport reads."""
     wire_version: ClassVar[int] = 1
     needs_source: ClassVar[bool] = True

@@ -43,6 +43,7 @@ class Segment(NamedTuple):
     stop: int
     writes: tuple[Write, ...]
     straight: bool  # it is received where it belongs
+    rows: tuple[int, ...]  # of the plan's moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def incoming_of(plan: Plan, metadata: Sequence[ParamMeta], rank: int) -> Incomin
             mine = [rows[at] for at in part]
             to = tuple(write for row in mine for write in writes[row])
             straight = len(mine) == 1 and nbytes[mine[0]] >= plan.large and len(to) == 1 and to[0].dense
-            parts.append(Segment(place[mine[0]], place[mine[-1]] + nbytes[mine[-1]], to, straight))
+            parts.append(Segment(place[mine[0]], place[mine[-1]] + nbytes[mine[-1]], to, straight, tuple(mine)))
         parameters = tuple(dict.fromkeys(moves.parameter[rows].tolist()))
         messages.append(Message(int(moves.sender[rows[0]]), int(moves.message[rows[0]]), tuple(parts), parameters))
     return Incoming(messages, sum(nbytes))
@@ -120,6 +121,42 @@ def _writes(moves: Moves, writes: Writes, metadata: Sequence[ParamMeta]) -> list
             )
         )
     return found
+
+
+class Landing:
+    """Where what arrives belongs.
+
+    Args:
+        memory: By number of the target, a flat tensor.
+    """
+
+    def __init__(self, memory: Mapping[int, Tensor]) -> None:
+        self._bytes = {target: as_bytes(flat) for target, flat in memory.items()}
+
+    def device(self, write: Write) -> torch.device:
+        """Where a write goes."""
+        return self._bytes[write.target].device
+
+    def place(self, write: Write) -> Tensor:
+        """Where a dense write goes, as bytes."""
+        start = write.offset * write.itemsize
+        return self._bytes[write.target][start : start + write.nbytes]
+
+    def install(self, segment: Segment, buffer: Tensor) -> None:
+        """Put a segment where it belongs, unless it arrived there."""
+        if segment.straight and buffer.data_ptr() == self.place(segment.writes[0]).data_ptr():
+            return
+        for write in segment.writes:
+            start = write.place - segment.start
+            self._write(write, buffer[start : start + write.nbytes])
+
+    def _write(self, write: Write, piece: Tensor) -> None:
+        if write.dense:
+            self.place(write).copy_(piece)
+            return
+        flat = as_integers(self._bytes[write.target], write.itemsize)
+        part = flat.as_strided(write.sizes, write.strides, flat.storage_offset() + write.offset)
+        part.copy_(as_integers(piece, write.itemsize).view(write.piece_sizes))
 
 
 @dataclass(slots=True)
@@ -159,7 +196,7 @@ class Receiving:
         self._incoming = incoming
         self._communicator = communicator
         self._ring = ring
-        self._bytes = {target: as_bytes(flat) for target, flat in memory.items()}
+        self._landing = Landing(memory)
         self._sources = sources
         self._deadline = deadline
         self._checksums = checksums
@@ -176,8 +213,8 @@ class Receiving:
     def _post(self, message: Message) -> None:
         slot, buffers = None, []
         for segment in message.segments:
-            if segment.straight and self._bytes[segment.writes[0].target].device.type == self._ring.device.type:
-                buffers.append(self._place(segment.writes[0]))
+            if segment.straight and self._landing.device(segment.writes[0]).type == self._ring.device.type:
+                buffers.append(self._landing.place(segment.writes[0]))
             elif segment.stop > self._ring.length:
                 buffers.append(torch.empty(segment.stop - segment.start, dtype=torch.uint8, device=self._ring.device))
             else:
@@ -189,29 +226,12 @@ class Receiving:
         while self._arriving and self._arriving[0].handle.done:
             self._take()
 
-    def _place(self, write: Write) -> Tensor:
-        """Where a dense write goes, as bytes."""
-        start = write.offset * write.itemsize
-        return self._bytes[write.target][start : start + write.nbytes]
-
-    def _write(self, write: Write, piece: Tensor) -> None:
-        if write.dense:
-            self._place(write).copy_(piece)
-            return
-        flat = as_integers(self._bytes[write.target], write.itemsize)
-        part = flat.as_strided(write.sizes, write.strides, flat.storage_offset() + write.offset)
-        part.copy_(as_integers(piece, write.itemsize).view(write.piece_sizes))
-
     def _take(self) -> None:
         """Wait for the oldest message and put it where it belongs."""
         arrived = self._arriving.popleft()
         arrived.handle.wait(self._deadline)
         self._checksums.add(self._number(arrived.message), arrived.buffers)
         for segment, buffer in zip(arrived.message.segments, arrived.buffers, strict=True):
-            if segment.straight and buffer.data_ptr() == self._place(segment.writes[0]).data_ptr():
-                continue
-            for write in segment.writes:
-                start = write.place - segment.start
-                self._write(write, buffer[start : start + write.nbytes])
+            self._landing.install(segment, buffer)
         if arrived.slot is not None:
             arrived.slot.release()

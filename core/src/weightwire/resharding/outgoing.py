@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from weightwire.checksums import Checksums
-from weightwire.collective import Communicator
 from weightwire.deadline import Deadline
 from weightwire.layout import ParamMeta
-from weightwire.packing import BufferRing, Slot
+from weightwire.packing import BufferRing, Pending, Slot
 from weightwire.resharding.moves import segments
 from weightwire.resharding.planner import Plan
 from weightwire.resharding.strided import as_integers, dense, stripped
@@ -100,6 +99,28 @@ def outgoing_of(plan: Plan, metadata: Sequence[ParamMeta], rank: int) -> Outgoin
     return Outgoing(messages, pieces, sum(nbytes))
 
 
+def merged(parts: Sequence[Outgoing]) -> Outgoing:
+    """What goes to several workers, as one."""
+    messages: list[Message] = []
+    pieces: dict[int, list[Piece]] = {}
+    for part in parts:
+        for parameter, mine in part.pieces.items():
+            moved = [piece._replace(message=piece.message + len(messages)) for piece in mine]
+            pieces.setdefault(parameter, []).extend(moved)
+        messages.extend(part.messages)
+    return Outgoing(messages, pieces, sum(part.nbytes for part in parts))
+
+
+class Outbound(Protocol):
+    """What messages are given to: a `Communicator`, or whatever has these two methods of one."""
+
+    def send(self, buffers: Sequence[Tensor], to: Sequence[int], *, deadline: Deadline) -> Pending:
+        """See `Communicator.send`."""
+
+    def flush(self, deadline: Deadline) -> None:
+        """See `Communicator.flush`."""
+
+
 @dataclass(slots=True)
 class _Open:
     """A message that is not complete."""
@@ -125,7 +146,7 @@ class Sending:
     def __init__(
         self,
         outgoing: Outgoing,
-        communicator: Communicator,
+        communicator: Outbound,
         ring: BufferRing,
         *,
         offset: int,

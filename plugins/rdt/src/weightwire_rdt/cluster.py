@@ -1,0 +1,145 @@
+"""Ray, as far as the transport needs it: this process in a cluster, actors beside it, and calls that end in time."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from weightwire.deadline import Deadline
+from weightwire.errors import PeerLost, TransferError, TransportUnavailable, WeightwireError, error_from_json
+
+_SLICE = 0.1
+_BACKEND = "sharded_rdt"
+
+
+def join_cluster() -> Any:
+    """Ray's module, with this process in a cluster: its own, else that of `RAY_ADDRESS`, else one on this host.
+
+    Raises:
+        TransportUnavailable: There is none.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    if not ray.is_initialized():
+        try:
+            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), logging_level="warning", log_to_driver=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise TransportUnavailable(
+                f"backend {_BACKEND!r} runs on Ray, and this process is in no cluster ({error}): start one with "
+                "`ray start --head`, or set RAY_ADDRESS"
+            ) from error
+    return ray
+
+
+def namespace() -> str:
+    """The Ray namespace of this process."""
+    ray = join_cluster()
+    return str(ray.get_runtime_context().namespace)
+
+
+def result(reference: Any, deadline: Deadline, *, whom: str) -> Any:
+    """What an actor's method returned.
+
+    Args:
+        reference: Its object reference.
+        deadline: Of the public call.
+        whom: The actor in words.
+
+    Raises:
+        WeightwireError: What the method answered, see `answering`.
+        PeerLost: The actor is gone.
+        DeadlineExceeded: The deadline passed.
+        BaseException: What the deadline was cancelled with.
+    """
+    ray = join_cluster()
+    while True:
+        deadline.check(f"an answer of {whom}")
+        try:
+            ready, _ = ray.wait([reference], timeout=min(_SLICE, deadline.remaining()), fetch_local=False)
+            if not ready:
+                continue
+            answer = ray.get(reference, timeout=deadline.remaining() + _SLICE)
+        except ray.exceptions.RayActorError as error:
+            raise PeerLost(f"{whom} is gone: {_first_line(error)}", transport=_BACKEND) from error
+        except ray.exceptions.RayError as error:
+            raise TransferError(f"{whom}: {_first_line(error)}", transport=_BACKEND) from error
+        return unwrapped(answer)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def answer_of(error: WeightwireError) -> dict[str, Any]:
+    """An error as JSON, for an actor's method to return: Ray would pickle an exception."""
+    return {"error": error.to_json()}
+
+
+def unwrapped(answer: Any) -> Any:
+    """An answer, or the error that it is.
+
+    Raises:
+        WeightwireError: It is one.
+    """
+    if isinstance(answer, dict) and "error" in answer:
+        raise error_from_json(answer["error"])
+    return answer
+
+
+def found(ray: Any, name: str, where: str, whom: str) -> Any:
+    """A named actor.
+
+    Args:
+        ray: Ray's module.
+        name: The actor's.
+        where: Its namespace.
+        whom: The actor in words.
+
+    Raises:
+        PeerLost: There is none.
+    """
+    try:
+        return ray.get_actor(name, namespace=where)
+    except ValueError as error:
+        raise PeerLost(f"{whom} is not in this Ray cluster: {_first_line(error)}", transport=_BACKEND) from error
+
+
+def beside(ray: Any, cls: type, name: str, where: str, *, concurrency: int, **options: Any) -> Any:
+    """Start a named actor on this process's node; it ends with this process.
+
+    Args:
+        ray: Ray's module.
+        cls: What runs in it.
+        name: Its name.
+        where: Its namespace.
+        concurrency: How many calls it runs at a time.
+        options: Further options of the actor.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node = ray.get_runtime_context().get_node_id()
+    return (
+        ray.remote(cls)
+        .options(
+            name=name,
+            namespace=where,
+            num_cpus=0,
+            max_concurrency=concurrency,
+            max_restarts=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+            **options,
+        )
+        .remote()
+    )
+
+
+def stop(actor: Any) -> None:
+    """End an actor of this process's."""
+    import ray
+
+    if ray.is_initialized():
+        try:
+            ray.kill(actor)
+        except (ValueError, ray.exceptions.RayError):
+            return

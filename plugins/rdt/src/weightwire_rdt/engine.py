@@ -1,0 +1,181 @@
+"""The worker's side: asks each trainer rank for the regions that its model loads, and pulls them as they are ready."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weightwire.checksums import Checksums
+from weightwire.deadline import Deadline
+from weightwire.engine import WeightTransferEngine
+from weightwire.errors import PlanOutdated
+from weightwire.load_plan import LoadPlan
+from weightwire.packing import BufferRing
+from weightwire.resharding.incoming import Landing, Message
+from weightwire.sink import UpdateSpec
+from weightwire_rdt.asking import Wanted, ask, wanted_of
+from weightwire_rdt.installer import Installer
+from weightwire_rdt.meeting import Meeting, available, mask_of, message_number, receiving_worker
+from weightwire_rdt.messages import ShardedRDTWeightTransferInitInfo, ShardedRDTWeightTransferUpdateInfo
+from weightwire_rdt.pulling import Inbound, Pulling
+from weightwire_rdt.ways import worker_ways
+
+_LISTED = 20
+
+
+class ShardedRDTWeightTransferEngine(
+    WeightTransferEngine[ShardedRDTWeightTransferInitInfo, ShardedRDTWeightTransferUpdateInfo]
+):
+    """Pulls what the sink's load plan asks for, from the trainer ranks that hold it.
+
+    `receive_weights` returns when everything has been pulled; `drain_pending` waits until it is installed.
+    """
+
+    init_info_cls = ShardedRDTWeightTransferInitInfo
+    update_info_cls = ShardedRDTWeightTransferUpdateInfo
+    supports_draft_weight_update = False
+    defers_processing = True
+    stock_needs = "Ray's executor and pickled calls"
+
+    _wanted: Wanted | None = None
+    _plan: LoadPlan | None = None
+    _wire: Inbound | None = None
+    _way = ""
+    _ring: BufferRing | None = None
+    _installer: Installer | None = None
+    _depth = 1
+    _installing: tuple[int | None, Checksums] | None = None
+
+    def connect(self, init_info: ShardedRDTWeightTransferInitInfo, deadline: Deadline) -> None:
+        """Ask every trainer rank, and agree with all ranks how bytes travel.
+
+        Raises:
+            UpdateRefused: No worker takes a parameter, and sinks are strict.
+            HandshakeError: No way for bytes works between all ranks.
+        """
+        link = self._require_link()
+        whole = bool(link.info.options["whole"])
+        plan = self.sink.load_plan(link.metadata)
+        if self._wanted is None or not self._wanted.fits(plan, link, init_info):
+            self._wanted = wanted_of(plan, link, init_info, whole=whole)
+        self._plan, wanted = plan, self._wanted
+        payload = {"ways": available(), "takes": mask_of(wanted.takes), "strict": self.sink.strict}
+        meeting = Meeting(link.gather("rdt-meet", deadline, payload), link.info.trainers, link.rendezvous.label)
+        meeting.check_claimed(link.metadata, link.info.options.get("foreign", ()))
+        ask(wanted, meeting.producers, link, deadline)
+        ways = worker_ways(wanted, link, init_info)
+        self._way, self._wire = meeting.agree(
+            init_info.tensor_transport, ways, lambda phase, what: link.gather(phase, deadline, what), deadline
+        )
+        self._depth = init_info.num_rdt_buffers
+        self._ring = BufferRing(self._depth + 1, init_info.buffer_bytes, device=self.device)
+        if self._installer is None:
+            self._installer = Installer()
+
+    # A round
+
+    def check_update(self, spec: UpdateSpec) -> None:
+        """See `WeightTransferEngine.check_update`.
+
+        Raises:
+            PlanOutdated: The update brings other parameters than were declared, or the model loads otherwise now.
+        """
+        link = self._require_link()
+        if spec.metadata is not link.metadata and spec.metadata != link.metadata:
+            raise PlanOutdated("the update brings other parameters than the plan of this link is made for")
+        own, planned = self.sink.load_plan(link.metadata), self._plan
+        assert planned is not None
+        if own is not planned and own.digest() != planned.digest():
+            raise PlanOutdated("this worker's model is laid out otherwise than when it asked for its regions")
+        self._plan = own
+
+    def update_bytes(self, spec: UpdateSpec) -> int:
+        """What is pulled."""
+        return self._wanted.incoming.nbytes if self._wanted is not None else super().update_bytes(spec)
+
+    def receive_weights(self, update_info: ShardedRDTWeightTransferUpdateInfo) -> None:
+        """Pull every chunk of the round into the sink's memory, or into buffers that are being emptied into it.
+
+        Raises:
+            TransferError: Not initialised.
+            PeerLost: A trainer rank is gone.
+            PeerStalled: One has had nothing ready for too long.
+        """
+        link, plan, wanted = self._require_link(), self._plan, self._wanted
+        if plan is None or wanted is None or self._wire is None:
+            raise self.not_initialised()
+        assert self._ring is not None and self._installer is not None
+        checksums = Checksums(enabled=link.info.checksum)
+        memory = self.sink.landing(plan)
+        landing = Landing(
+            {place: memory[target.name] for place, target in enumerate(plan.targets) if target.name in memory}
+        )
+        self._installer.begin()
+        self._installing = update_info.round, checksums
+        self._wire.begin_round(update_info.round or 0)
+        Pulling(
+            wanted.incoming,
+            self._wire,
+            self._ring,
+            landing,
+            self._installer,
+            depth=self._depth,
+            deadline=self.deadline,
+            checksums=checksums,
+            number=lambda message: message_number(message.sender, link.worker, message.ordinal),
+        ).run()
+
+    def drain_pending(self) -> None:
+        """Wait until everything that was pulled is where it belongs; idempotent.
+
+        Raises:
+            TransferError: Other bytes arrived than were sent.
+        """
+        installing, self._installing = self._installing, None
+        if installing is None:
+            return
+        assert self._installer is not None and self._plan is not None
+        self._installer.drain(self.deadline)
+        number, checksums = installing
+        if checksums.enabled:
+            self._compare(number, checksums)
+        self.sink.landed(self._plan)
+
+    def _compare(self, number: int | None, checksums: Checksums) -> None:
+        link, wanted = self._require_link(), self._wanted
+        assert wanted is not None
+        names = {
+            message_number(message.sender, link.worker, message.ordinal): self._names(message)
+            for message in wanted.incoming.messages
+        }
+        payloads = link.gather(f"checksum-{number}", self.deadline)
+        for rank in range(link.info.trainers):
+            sent = {key: value for key, value in payloads[rank].items() if receiving_worker(int(key)) == link.worker}
+            checksums.compare(sent, names.__getitem__, transport=self.backend)
+
+    def _names(self, message: Message) -> Sequence[str]:
+        metadata = self._require_link().metadata
+        return [metadata[place].name for place in message.parameters]
+
+    def report_details(self) -> dict[str, Any]:
+        """How the bytes came, from whom, and what the model could only take in full."""
+        if self._plan is None or self._wanted is None:
+            return {}
+        return {
+            "way": self._way,
+            "pulled": self._wanted.by_owner(),
+            "chunks": len(self._wanted.incoming.messages),
+            "opaque": [[one.module, one.reason] for one in self._plan.opaque[:_LISTED]],
+            "opaque_bytes": self._plan.opaque_bytes,
+            "unfilled": dict(self._plan.unfilled[:_LISTED]),
+        }
+
+    def disconnect(self, *, error: BaseException | None = None) -> None:
+        """Let go of the wire. Nothing is installed any more when this returns."""
+        wire, self._wire = self._wire, None
+        self._installing = None
+        if self._installer is not None:
+            self._installer.drop()
+        self._ring = None
+        if wire is not None:
+            wire.close()

@@ -1,0 +1,301 @@
+"""Chunks over NIXL: a trainer rank offers where they lie, and the worker reads them from there.
+
+    trainer rank -> worker   offer: round, ordinal, spans, and what was registered since the last one
+    worker -> trainer rank   read: round, ordinal; NIXL delivers it once the bytes have arrived
+
+Neither is a call, and the trainer rank's thread has no part in a read.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from weightwire import faults
+from weightwire.deadline import Deadline
+from weightwire.errors import PeerLost, PeerStalled, TransferError
+from weightwire.packing import Pending
+from weightwire_rdt.nixl_agent import NixlAgent, Read, Span, memory_of, span_of
+from weightwire_rdt.registrations import Registrations
+
+_PAUSE = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The other end of a wire.
+
+    Attributes:
+        label: In words.
+        agent: Name of its NIXL agent.
+        box: Where its notifications go.
+    """
+
+    label: str
+    agent: str
+    box: str
+
+
+class Patience:
+    """Waits for something to move, and says who did not move when nothing does.
+
+    Args:
+        seconds: How long nothing may move.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since = time.monotonic()
+
+    def moved(self) -> None:
+        """Something has."""
+        self._since = time.monotonic()
+
+    def pause(self, deadline: Deadline, what: str) -> None:
+        """Wait a moment.
+
+        Args:
+            deadline: Of the round.
+            what: Who waits for whom.
+
+        Raises:
+            PeerStalled: Nothing has moved for too long.
+            DeadlineExceeded: The deadline passed.
+            BaseException: What the deadline was cancelled with.
+        """
+        deadline.check(what)
+        if time.monotonic() - self._since > self._seconds:
+            raise PeerStalled(f"nothing has moved for {self._seconds:g} s: {what}", transport="sharded_rdt")
+        time.sleep(_PAUSE)
+
+
+class _Offered:
+    """A chunk that a worker has not read yet."""
+
+    def __init__(self, wire: NixlServing, key: tuple[int, int]) -> None:
+        self._wire = wire
+        self._key = key
+
+    @property
+    def done(self) -> bool:
+        return self._wire.read(self._key)
+
+    def wait(self, deadline: Deadline) -> None:
+        self._wire.wait({self._key}, deadline)
+
+
+class NixlServing:
+    """A trainer rank's end.
+
+    Args:
+        agent: The process's agent.
+        rank: This trainer rank.
+        peers: Every worker that asked for something, by rank.
+        label: This rank in words.
+        box: This rank's box.
+        stall: Seconds in which nothing moves that are too many.
+    """
+
+    def __init__(
+        self, agent: NixlAgent, rank: int, peers: Mapping[int, Peer], *, label: str, box: str, stall: float
+    ) -> None:
+        self._agent = agent
+        self._rank = rank
+        self._peers = peers
+        self._label = label
+        self._box = box
+        self._stall = stall
+        self._registrations = Registrations(agent)
+        self._told = dict.fromkeys(peers, 0)
+        self._round = 0
+        self._next = dict.fromkeys(peers, 0)
+        self._offered: dict[tuple[int, int], Sequence[Tensor]] = {}
+        agent.open_box(box)
+
+    def begin_round(self, number: int) -> None:
+        """A round begins."""
+        self._round = number
+        self._next = dict.fromkeys(self._peers, 0)
+        self._offered.clear()
+        self._registrations.sweep()
+
+    def send(self, buffers: Sequence[Tensor], to: Sequence[int], *, deadline: Deadline) -> Pending:
+        """Offer the next chunk to the worker in `to`; the buffers may be used again once it is done.
+
+        Raises:
+            PeerLost: The worker is gone.
+        """
+        (worker,) = to
+        peer = self._peers[worker]
+        for buffer in buffers:
+            self._registrations.hold(buffer)
+        ordinal = self._next[worker]
+        self._next[worker] += 1
+        offer: dict[str, Any] = {
+            "owner": self._rank,
+            "round": self._round,
+            "chunk": ordinal,
+            "spans": [span_of(buffer) for buffer in buffers],
+            "memory": memory_of(buffers[0].device),
+        }
+        if self._told[worker] != self._registrations.changes:
+            offer["agent"] = base64.b64encode(self._agent.metadata()).decode()
+            self._told[worker] = self._registrations.changes
+        key = (worker, ordinal)
+        self._offered[key] = buffers
+        try:
+            self._agent.notify(peer.agent, peer.box, json.dumps(offer, separators=(",", ":")).encode())
+        except PeerLost as error:
+            raise PeerLost(f"{peer.label}: {error.message}", transport="sharded_rdt", rank=self._label) from error
+        return _Offered(self, key)
+
+    def read(self, key: tuple[int, int]) -> bool:
+        """Whether a chunk has been read."""
+        self._poll()
+        return key not in self._offered
+
+    def _poll(self) -> bool:
+        """Hear what has been read; returns whether anything was."""
+        moved = False
+        for body in self._agent.take(self._box):
+            worker, number, ordinal = json.loads(body)
+            if number == self._round and self._offered.pop((worker, ordinal), None) is not None:
+                moved = True
+                if ordinal == 0:
+                    faults.reach("communicator.first_piece")
+        return moved
+
+    def wait(self, keys: set[tuple[int, int]], deadline: Deadline) -> None:
+        """Wait until these chunks have been read.
+
+        Raises:
+            PeerStalled: Workers do not read; they are named.
+            DeadlineExceeded: The deadline passed.
+        """
+        patience = Patience(self._stall)
+        while left := keys & self._offered.keys():
+            if self._poll():
+                patience.moved()
+                continue
+            names = ", ".join(sorted({self._peers[worker].label for worker, _ in left}))
+            patience.pause(deadline, f"{self._label} waits for {names} to read")
+
+    def unread(self) -> set[tuple[int, int]]:
+        """The chunks that have been offered and not read, by worker rank and ordinal."""
+        self._poll()
+        return set(self._offered)
+
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until everything has been read."""
+        self.wait(set(self._offered), deadline)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._agent.close_box(self._box)
+        self._offered.clear()
+        self._registrations.close()
+
+
+@dataclass(slots=True)
+class _Offer:
+    spans: list[Span]
+    memory: str
+
+
+class NixlReading:
+    """A worker's end.
+
+    Args:
+        agent: The process's agent.
+        worker: This worker rank.
+        peers: Every trainer rank that it asked for something.
+        label: This rank in words.
+        box: This rank's box.
+        stall: Seconds in which nothing moves that are too many.
+    """
+
+    def __init__(
+        self, agent: NixlAgent, worker: int, peers: Mapping[int, Peer], *, label: str, box: str, stall: float
+    ) -> None:
+        self._agent = agent
+        self._worker = worker
+        self._peers = peers
+        self._label = label
+        self._box = box
+        self._stall = stall
+        self._registrations = Registrations(agent)
+        self._round = 0
+        self._offers: dict[tuple[int, int, int], _Offer] = {}
+        self._patience = Patience(stall)
+        agent.open_box(box)
+
+    def begin_round(self, number: int) -> None:
+        """A round begins."""
+        self._round = number
+        self._offers = {key: offer for key, offer in self._offers.items() if key[0] == number}
+        self._registrations.sweep()
+        self._patience = Patience(self._stall)
+
+    def ready(self, owner: int, ordinal: int) -> bool:
+        """Whether a trainer rank has offered a chunk."""
+        key = (self._round, owner, ordinal)
+        if key not in self._offers:
+            self._poll()
+        return key in self._offers
+
+    def _poll(self) -> None:
+        for body in self._agent.take(self._box):
+            record = json.loads(body)
+            owner = record["owner"]
+            if "agent" in record:
+                self._agent.meet(self._peers[owner].agent, base64.b64decode(record["agent"]))
+            spans = [Span(*span) for span in record["spans"]]
+            self._offers[record["round"], owner, record["chunk"]] = _Offer(spans, record["memory"])
+
+    def pause(self, deadline: Deadline, owners: Sequence[int]) -> None:
+        """Wait a moment for any of these trainer ranks to offer something.
+
+        Raises:
+            PeerStalled: They have offered nothing for too long.
+        """
+        names = ", ".join(self._peers[owner].label for owner in owners)
+        self._patience.pause(deadline, f"{self._label} waits for {names} to have its next parameters ready")
+
+    def receive(self, buffers: Sequence[Tensor], owner: int, ordinal: int) -> Read:
+        """Begin to read a chunk that is `ready`.
+
+        Raises:
+            TransferError: It is not what was asked for.
+            PeerLost: The trainer rank is gone.
+        """
+        self._patience.moved()
+        peer = self._peers[owner]
+        offer = self._offers.pop((self._round, owner, ordinal))
+        here = [span_of(buffer) for buffer in buffers]
+        if [span.nbytes for span in here] != [span.nbytes for span in offer.spans]:
+            raise TransferError(
+                f"{peer.label} offers {[span.nbytes for span in offer.spans][:4]} bytes where "
+                f"{[span.nbytes for span in here][:4]} were asked for",
+                transport="sharded_rdt",
+                rank=self._label,
+            )
+        for buffer in buffers:
+            self._registrations.hold(buffer)
+        body = json.dumps([self._worker, self._round, ordinal]).encode()
+        try:
+            memory = (memory_of(buffers[0].device), offer.memory)
+            return self._agent.read(peer.agent, here, offer.spans, memory, peer.box, body)
+        except PeerLost as error:
+            raise PeerLost(f"{peer.label}: {error.message}", transport="sharded_rdt", rank=self._label) from error
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._agent.close_box(self._box)
+        self._offers.clear()
+        self._registrations.close()

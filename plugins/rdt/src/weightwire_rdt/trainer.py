@@ -1,0 +1,223 @@
+"""The trainer's side: every rank offers what was asked of it, from its own shards; nobody gathers."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from weightwire.checksums import Checksums
+from weightwire.deadline import Deadline
+from weightwire.errors import MessageError, TransferError
+from weightwire.fleet import owners_of, trainer_count
+from weightwire.packing import BufferRing
+from weightwire.report import ProgressEvent
+from weightwire.resharding.outgoing import Outgoing, Sending, merged, new_ring
+from weightwire.trainer import TrainerWeightTransferEngine
+from weightwire_rdt import cluster
+from weightwire_rdt.asking import link_name
+from weightwire_rdt.declaration import Declaration, groups_of
+from weightwire_rdt.meeting import Meeting, available, message_number
+from weightwire_rdt.messages import ShardedRDTTrainerInitInfo
+from weightwire_rdt.nixl_wire import NixlServing
+from weightwire_rdt.offering import Offering
+from weightwire_rdt.producer import Producer
+from weightwire_rdt.ways import Ends, NixlAtTrainer
+
+_SLICE = 0.5
+_SPARE_CALLS = 4
+_MARGIN = 64
+
+
+class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedRDTTrainerInitInfo]):
+    """Lets each worker pull the regions that it loads."""
+
+    init_info_cls = ShardedRDTTrainerInitInfo
+    consumes: Literal["full", "local"] = "local"
+
+    _producer: Any = None
+    _producer_name = ""
+    _outgoing: Outgoing | None = None
+    _wire: NixlServing | None = None
+    _way = ""
+    _ring: BufferRing | None = None
+    _moved: Mapping[str, int]
+
+    def _configure(self, info: ShardedRDTTrainerInitInfo) -> None:
+        source = self.source
+        if source is not None and not source.implements_iter_local() and source.implements_iter_full():
+            self.consumes = "full"
+        if info.num_consumers is not None and source is not None:
+            senders = owners_of(tuple(source.metadata), trainers=trainer_count(info))
+            total = len(senders) + info.num_consumers
+            if info.world_size not in (None, total):
+                raise MessageError(f"world_size {info.world_size} is not {len(senders)} senders plus num_consumers")
+            info = dataclasses.replace(info, world_size=total)
+        super()._configure(info)
+        self._groups = groups_of(self.metadata)
+
+    def choose_senders(self, trainers: int) -> tuple[int, ...]:
+        """Every rank that owns anything: which of them a worker asks is for the worker to say."""
+        return owners_of(self.metadata, trainers=trainers)
+
+    def worker_init_info(self) -> dict[str, Any]:
+        """The sizes that requests depend on."""
+        info = self.init_info
+        return {
+            "trainer_actor_namespace": info.trainer_actor_namespace,
+            "tensor_transport": info.tensor_transport,
+            "num_rdt_buffers": info.num_rdt_buffers,
+            "buffer_bytes": info.buffer_bytes,
+            "direct_bytes": info.direct_bytes,
+            "stall_timeout_s": info.stall_timeout_s,
+        }
+
+    def link_options(self) -> dict[str, Any]:
+        """What may go to nobody, and whether ranks hold what they own in full."""
+        return {"foreign": self.init_info.foreign, "whole": self.consumes == "full"}
+
+    @property
+    def path(self) -> str:
+        """The way the bytes take, for the report."""
+        return f"pulled over {self._way}"
+
+    # Opening a link
+
+    def connect(self, deadline: Deadline) -> None:
+        """Take the workers' requests, and agree with all ranks how bytes travel.
+
+        Raises:
+            UpdateRefused: No worker takes a parameter, and sinks are strict.
+            HandshakeError: No way for bytes works between all ranks.
+            PeerLost: The producer is gone.
+        """
+        rendezvous, info = self.rendezvous, self.init_info
+        assert rendezvous is not None
+        link = link_name(self._members.secret.hex(), self.epoch)
+        producer = self._open_producer(link, deadline)
+
+        def gather(phase: str, payload: Any) -> Mapping[int, Any]:
+            outcome = rendezvous.exchange(phase, deadline=deadline, payload=payload, gather=True)
+            outcome.raise_failed()
+            return outcome.payloads
+
+        payload = {"ways": available(), "producer": producer}
+        meeting = Meeting(gather("rdt-meet", payload), self.fleet.trainers, rendezvous.label)
+        meeting.check_claimed(self.metadata, info.foreign)
+        self._outgoing = self._collect(link, deadline)
+        workers = sorted({message.worker for message in self._outgoing.messages})
+        ends = Ends(link, self.fleet.trainers, info.stall_timeout_s)
+        self._way, self._wire = meeting.agree(
+            info.tensor_transport, {"nixl": lambda: NixlAtTrainer(ends, self.rank, workers)}, gather, deadline
+        )
+        self._ring = new_ring(len(workers), info.num_rdt_buffers, info.buffer_bytes + _MARGIN, self._device())
+
+    def _declaration(self) -> Declaration:
+        info = self.init_info
+        return Declaration(
+            rank=self.rank,
+            workers=self.fleet.workers,
+            metadata=[meta.to_json() for meta in self.metadata],
+            whole=self.consumes == "full",
+            buffer_bytes=info.buffer_bytes,
+            direct_bytes=info.direct_bytes,
+        )
+
+    def _open_producer(self, link: str, deadline: Deadline) -> list[str]:
+        """Start this rank's producer unless it runs, and open the link there; returns its name and namespace."""
+        ray = cluster.join_cluster()
+        where = self.init_info.trainer_actor_namespace or cluster.namespace()
+        whom = f"the producer of trainer rank {self.rank}"
+        declared = self._declaration().to_json()
+        if self._producer is not None:
+            try:
+                cluster.result(self._producer.open.remote(link, declared), deadline, whom=whom)
+            except TransferError:
+                self._stop_producer()
+        if self._producer is None:
+            self._producer_name = f"weightwire_rdt_producer_{uuid.uuid4().hex[:12]}_rk{self.rank}"
+            concurrency = self.fleet.workers * self.init_info.num_rdt_buffers + _SPARE_CALLS
+            self._producer = cluster.beside(ray, Producer, self._producer_name, where, concurrency=concurrency)
+            cluster.result(self._producer.open.remote(link, declared), deadline, whom=whom)
+        return [self._producer_name, where]
+
+    def _collect(self, link: str, deadline: Deadline) -> Outgoing:
+        """What all workers ask of this rank."""
+        whom = f"the producer of trainer rank {self.rank}"
+        while True:
+            answer = cluster.result(self._producer.requests.remote(link, _SLICE), deadline, whom=whom)
+            if len(answer["requests"]) == self.fleet.workers:
+                break
+            deadline.check(f"{whom} to hear from all workers")
+        reader = self._declaration().reader()
+        return merged([reader.read(text, worker) for worker, text in sorted(answer["requests"].items())])
+
+    # A round
+
+    def transmit(self, number: int, deadline: Deadline) -> int:
+        """Offer what was asked of this rank, and see it read; the rest is iterated so that gathers line up."""
+        assert self._wire is not None and self._outgoing is not None and self._ring is not None
+        checksums = Checksums(enabled=self.init_info.checksum)
+        self._wire.begin_round(number)
+        sending = Sending(
+            self._outgoing,
+            self._wire,
+            self._ring,
+            offset=0,
+            deadline=deadline,
+            checksums=checksums,
+            number=lambda message: message_number(self.rank, message.worker, message.ordinal),
+            tell=self._told,
+        )
+        assert self.source is not None
+        offering = Offering(
+            sending,
+            self._wire,
+            [self._groups[place] for place, _ in self.reader.owned],
+            lookahead=None if self.source.resident() is not None else self.init_info.gather_lookahead,
+            metadata=self.metadata,
+            straight={
+                place for place, pieces in self._outgoing.pieces.items() if any(piece.straight for piece in pieces)
+            },
+        )
+        for places, tensors in self.batches():
+            for place, tensor in zip(places, tensors, strict=True):
+                offering.offer(place, tensor, deadline)
+            deadline.check()
+        sending.finish()
+        offering.check_unwritten()
+        if checksums.enabled:
+            assert self.rendezvous is not None
+            self.rendezvous.exchange(
+                f"checksum-{number}", deadline=deadline, payload=checksums.values, gather=True
+            ).raise_failed()
+        return sending.sent
+
+    def _told(self, sent: int) -> None:
+        if self.on_progress is not None:
+            assert self._outgoing is not None
+            self.on_progress(
+                ProgressEvent(
+                    phase="transfer", parameters=len(self.metadata), bytes_done=sent, bytes=self._outgoing.nbytes
+                )
+            )
+
+    # Closing it
+
+    def disconnect(self, *, error: BaseException | None = None) -> None:
+        """Let go of the wire; the producer stays for the next link."""
+        wire, self._wire = self._wire, None
+        self._ring, self._outgoing = None, None
+        if wire is not None:
+            wire.close()
+
+    def _stop_producer(self) -> None:
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            cluster.stop(producer)
+
+    def shutdown(self) -> None:
+        """Leave the workers, and end the producer; idempotent."""
+        super().shutdown()
+        self._stop_producer()
