@@ -1,5 +1,24 @@
 from __future__ import annotations
 
-from weightwire.testing.fixtures import pool, ranks, strict_ranks
+from collections.abc import Iterator
 
-__all__ = ["pool", "ranks", "strict_ranks"]
+import pytest
+
+from plugins.rdt.tests.cluster import Cluster, member_ranks
+from weightwire.testing.fixtures import BorrowRanks, pool, strict_ranks
+from weightwire.testing.pool import RankPool
+
+__all__ = ["pool", "strict_ranks"]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A Ray cluster of one node, for all tests of this process."""
+    with Cluster() as started:
+        yield started
+
+
+@pytest.fixture
+def ranks(pool: RankPool, cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[BorrowRanks]:
+    """As the pool's, of processes that are in the cluster."""
+    yield from member_ranks(pool, cluster, request.node.nodeid)

@@ -38,6 +38,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 _at_tidy: list[Callable[[], None]] = []
+_servers: list[RankServer] = []
 
 
 def at_tidy(callback: Callable[[], None]) -> None:
@@ -46,6 +47,15 @@ def at_tidy(callback: Callable[[], None]) -> None:
     For what a function started for the test and must end before leftovers are counted.
     """
     _at_tidy.append(callback)
+
+
+def keep_what_is_there() -> None:
+    """Count from now on what this rank has beyond what it has now.
+
+    For what a process does once and keeps, such as joining a cluster.
+    """
+    for server in _servers:
+        server.measure()
 
 
 def serve(connection: Connection) -> None:
@@ -143,6 +153,11 @@ class RankServer:
         self._state: dict[str, Any] = {}
         self._running: dict[int, str] = {}
         self._faults = Faults(lambda point: self._send(Reached(point)))
+        self.measure()
+        _servers.append(self)
+
+    def measure(self) -> None:
+        """Take what is there for what is to be there."""
         self._threads = len(_threads())
         self._descriptors = _descriptors()
 

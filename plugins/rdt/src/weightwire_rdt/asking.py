@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +15,8 @@ from weightwire.resharding.incoming import Incoming, incoming_of
 from weightwire.resharding.load_plans import workers_of
 from weightwire.resharding.planner import Plan
 from weightwire_rdt import cluster
-from weightwire_rdt.declaration import groups_of, layouts_of
+from weightwire_rdt.holdings import groups_of, layouts_of, write_request
 from weightwire_rdt.messages import ShardedRDTWeightTransferInitInfo
-from weightwire_rdt.requests import write_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def ask(wanted: Wanted, producers: Mapping[int, tuple[str, str]], link: Link, de
         whom = f"the producer of trainer rank {rank}"
         actor = cluster.found(ray, name, namespace, whom)
         text = wanted.requests[rank]
-        calls.append((whom, actor.request.remote(name_of(link), link.worker, text, deadline.remaining())))
+        calls.append((whom, actor.request.remote(name_of(link), link.worker, text)))
     for whom, call in calls:
         cluster.result(call, deadline, whom=whom)
 
@@ -123,6 +123,4 @@ def name_of(link: Link) -> str:
 
 def link_name(secret: str, epoch: int) -> str:
     """As `name_of`; the name does not tell the secret."""
-    import hashlib
-
     return f"{hashlib.sha256(f'rdt {secret}'.encode()).hexdigest()[:16]}-{epoch}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import uuid
 from typing import Any
 
 from weightwire.deadline import Deadline
@@ -105,41 +107,62 @@ def found(ray: Any, name: str, where: str, whom: str) -> Any:
         raise PeerLost(f"{whom} is not in this Ray cluster: {_first_line(error)}", transport=_BACKEND) from error
 
 
-def beside(ray: Any, cls: type, name: str, where: str, *, concurrency: int, **options: Any) -> Any:
-    """Start a named actor on this process's node; it ends with this process.
+class Beside:
+    """An actor on this process's node that ends with this process; started when it is first needed.
 
     Args:
-        ray: Ray's module.
-        cls: What runs in it.
-        name: Its name.
-        where: Its namespace.
-        concurrency: How many calls it runs at a time.
+        cls: What runs in it, with methods that are coroutines.
+        what: What it is, for its name.
         options: Further options of the actor.
     """
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    node = ray.get_runtime_context().get_node_id()
-    return (
-        ray.remote(cls)
-        .options(
-            name=name,
-            namespace=where,
-            num_cpus=0,
-            max_concurrency=concurrency,
-            max_restarts=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
-            **options,
-        )
-        .remote()
-    )
+    def __init__(self, cls: type, what: str, **options: Any) -> None:
+        self._cls = cls
+        self._what = what
+        self._options = options
+        self._lock = threading.Lock()
+        self._process = 0
+        self._started: dict[str, tuple[str, Any]] = {}
+
+    def get(self, where: str, deadline: Deadline) -> tuple[str, Any]:
+        """Its name in a namespace, and its handle; one that died is replaced.
+
+        Raises:
+            DeadlineExceeded: It did not start in time.
+        """
+        ray = join_cluster()
+        with self._lock:
+            if self._process != os.getpid():
+                self._process, self._started = os.getpid(), {}
+            known = self._started.get(where)
+            if known is not None:
+                try:
+                    result(known[1].__ray_ready__.remote(), deadline, whom=known[0])
+                    return known
+                except PeerLost:
+                    del self._started[where]
+            self._started[where] = started = self._start(ray, where)
+        result(started[1].__ray_ready__.remote(), deadline, whom=started[0])
+        return started
+
+    def _start(self, ray: Any, where: str) -> tuple[str, Any]:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        name = f"weightwire_rdt_{self._what}_{uuid.uuid4().hex[:12]}"
+        node = ray.get_runtime_context().get_node_id()
+        options = {
+            "name": name,
+            "namespace": where,
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+        }
+        return name, ray.remote(self._cls).options(**options, **self._options).remote()
 
 
-def stop(actor: Any) -> None:
-    """End an actor of this process's."""
+def tell(method: Any, *arguments: Any) -> None:
+    """Call an actor's method without waiting for it; an actor that is gone need not hear."""
     import ray
 
     if ray.is_initialized():
-        try:
-            ray.kill(actor)
-        except (ValueError, ray.exceptions.RayError):
-            return
+        method.remote(*arguments)

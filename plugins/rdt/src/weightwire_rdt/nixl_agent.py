@@ -96,7 +96,10 @@ class NixlAgent:
         self._lock = threading.RLock()
         self._boxes: dict[str, deque[bytes]] = {}
         try:
-            self._agent = api.nixl_agent(self.name, api.nixl_agent_config(backends=[_BACKEND]))
+            # Its thread would poll without a pause, and cost every process a core all the time, also one that trains or
+            # answers. Whoever waits here polls anyway.
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
+            self._agent = api.nixl_agent(self.name, config)
         except Exception as error:
             raise TransferError(f"NIXL's agent cannot be made: {error}") from error
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from weightwire.checksums import Checksums
 from weightwire.deadline import Deadline
-from weightwire.errors import MessageError, TransferError
+from weightwire.errors import MessageError
 from weightwire.fleet import owners_of, trainer_count
 from weightwire.packing import BufferRing
 from weightwire.report import ProgressEvent
@@ -17,7 +16,7 @@ from weightwire.resharding.outgoing import Outgoing, Sending, merged, new_ring
 from weightwire.trainer import TrainerWeightTransferEngine
 from weightwire_rdt import cluster
 from weightwire_rdt.asking import link_name
-from weightwire_rdt.declaration import Declaration, groups_of
+from weightwire_rdt.holdings import holding_of, outgoing_of
 from weightwire_rdt.meeting import Meeting, available, message_number
 from weightwire_rdt.messages import ShardedRDTTrainerInitInfo
 from weightwire_rdt.nixl_wire import NixlServing
@@ -26,8 +25,8 @@ from weightwire_rdt.producer import Producer
 from weightwire_rdt.ways import Ends, NixlAtTrainer
 
 _SLICE = 0.5
-_SPARE_CALLS = 4
 _MARGIN = 64
+_producer = cluster.Beside(Producer, "producer")
 
 
 class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedRDTTrainerInitInfo]):
@@ -37,7 +36,7 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
     consumes: Literal["full", "local"] = "local"
 
     _producer: Any = None
-    _producer_name = ""
+    _link_name = ""
     _outgoing: Outgoing | None = None
     _wire: NixlServing | None = None
     _way = ""
@@ -55,7 +54,13 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
                 raise MessageError(f"world_size {info.world_size} is not {len(senders)} senders plus num_consumers")
             info = dataclasses.replace(info, world_size=total)
         super()._configure(info)
-        self._groups = groups_of(self.metadata)
+        self._holding = holding_of(
+            self.metadata,
+            self.rank,
+            whole=self.consumes == "full",
+            buffer_bytes=info.buffer_bytes,
+            direct_bytes=info.direct_bytes,
+        )
 
     def choose_senders(self, trainers: int) -> tuple[int, ...]:
         """Every rank that owns anything: which of them a worker asks is for the worker to say."""
@@ -113,45 +118,33 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
         )
         self._ring = new_ring(len(workers), info.num_rdt_buffers, info.buffer_bytes + _MARGIN, self._device())
 
-    def _declaration(self) -> Declaration:
-        info = self.init_info
-        return Declaration(
-            rank=self.rank,
-            workers=self.fleet.workers,
-            metadata=[meta.to_json() for meta in self.metadata],
-            whole=self.consumes == "full",
-            buffer_bytes=info.buffer_bytes,
-            direct_bytes=info.direct_bytes,
-        )
-
     def _open_producer(self, link: str, deadline: Deadline) -> list[str]:
-        """Start this rank's producer unless it runs, and open the link there; returns its name and namespace."""
-        ray = cluster.join_cluster()
+        """Open the link at this process's producer; returns that one's name and namespace."""
         where = self.init_info.trainer_actor_namespace or cluster.namespace()
-        whom = f"the producer of trainer rank {self.rank}"
-        declared = self._declaration().to_json()
-        if self._producer is not None:
-            try:
-                cluster.result(self._producer.open.remote(link, declared), deadline, whom=whom)
-            except TransferError:
-                self._stop_producer()
-        if self._producer is None:
-            self._producer_name = f"weightwire_rdt_producer_{uuid.uuid4().hex[:12]}_rk{self.rank}"
-            concurrency = self.fleet.workers * self.init_info.num_rdt_buffers + _SPARE_CALLS
-            self._producer = cluster.beside(ray, Producer, self._producer_name, where, concurrency=concurrency)
-            cluster.result(self._producer.open.remote(link, declared), deadline, whom=whom)
-        return [self._producer_name, where]
+        name, self._producer = _producer.get(where, deadline)
+        self._link_name = link
+        opening = (link, self._holding.to_json(), self.fleet.workers)
+        cluster.result(self._producer.open.remote(*opening), deadline, whom=self._door)
+        return [name, where]
+
+    @property
+    def _door(self) -> str:
+        return f"the producer of trainer rank {self.rank}"
 
     def _collect(self, link: str, deadline: Deadline) -> Outgoing:
         """What all workers ask of this rank."""
-        whom = f"the producer of trainer rank {self.rank}"
         while True:
-            answer = cluster.result(self._producer.requests.remote(link, _SLICE), deadline, whom=whom)
+            answer = cluster.result(self._producer.requests.remote(link, _SLICE), deadline, whom=self._door)
             if len(answer["requests"]) == self.fleet.workers:
                 break
-            deadline.check(f"{whom} to hear from all workers")
-        reader = self._declaration().reader()
-        return merged([reader.read(text, worker) for worker, text in sorted(answer["requests"].items())])
+            deadline.check(f"{self._door} to hear from all workers")
+        holding = self._holding
+        return merged(
+            [
+                outgoing_of(holding.read(text, worker), holding, worker)
+                for worker, text in sorted(answer["requests"].items())
+            ]
+        )
 
     # A round
 
@@ -174,7 +167,7 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
         offering = Offering(
             sending,
             self._wire,
-            [self._groups[place] for place, _ in self.reader.owned],
+            [self._holding.groups[place] for place, _ in self.reader.owned],
             lookahead=None if self.source.resident() is not None else self.init_info.gather_lookahead,
             metadata=self.metadata,
             straight={
@@ -206,18 +199,11 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
     # Closing it
 
     def disconnect(self, *, error: BaseException | None = None) -> None:
-        """Let go of the wire; the producer stays for the next link."""
+        """Let go of the wire, and close the link at the producer."""
         wire, self._wire = self._wire, None
+        producer, self._producer = self._producer, None
         self._ring, self._outgoing = None, None
         if wire is not None:
             wire.close()
-
-    def _stop_producer(self) -> None:
-        producer, self._producer = self._producer, None
         if producer is not None:
-            cluster.stop(producer)
-
-    def shutdown(self) -> None:
-        """Leave the workers, and end the producer; idempotent."""
-        super().shutdown()
-        self._stop_producer()
+            cluster.tell(producer.close, self._link_name)

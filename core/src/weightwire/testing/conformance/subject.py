@@ -12,6 +12,9 @@ from weightwire import discovery
 from weightwire.loading import load
 from weightwire.messages import TrainerInitInfo
 from weightwire.registry import engine_class
+from weightwire.testing.pool_rank import keep_what_is_there
+
+_joined: set[Callable[[], None]] = set()
 
 CAPABILITIES: Final[Mapping[str, str]] = {
     "full": "sends whole weights",
@@ -38,6 +41,8 @@ class TransportUnderTest:
         place: Puts a trainer's tensors where the transport reads them best, such as into shared memory: a module-level
             function that is given them by name once, and whose tensors are written from then on. The source then
             offers all at once.
+        join: What a process does once and keeps, such as joining a cluster: a module-level function, called in each
+            before anything else.
     """
 
     backend: str
@@ -47,6 +52,7 @@ class TransportUnderTest:
     register: Callable[[], None] | None = None
     capabilities: frozenset[str] | None = None
     place: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
+    join: Callable[[], None] | None = None
 
     def declared(self) -> frozenset[str]:
         """The capabilities that decide what is skipped.
@@ -67,6 +73,10 @@ class TransportUnderTest:
         """Make the transport known to this process."""
         from weightwire.registry import _tables
 
+        if self.join is not None and self.join not in _joined:
+            self.join()
+            _joined.add(self.join)
+            keep_what_is_there()
         if self.register is not None and self.backend not in _tables["worker"].loaders:
             self.register()
 
