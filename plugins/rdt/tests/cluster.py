@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Self
 
 from weightwire.testing.fixtures import BorrowRanks, borrowing
@@ -56,12 +57,27 @@ class Cluster:
         assert self.address, "the head node did not start"
         return self
 
+    def joining(self) -> Joining:
+        """What puts a process into it."""
+        return Joining(self.address, self.token)
+
     def __exit__(self, *error: object) -> None:
         assert self._head.stdin is not None and self._head.stdout is not None
         self._head.stdin.close()
         self._head.wait(30)
         self._head.stdout.close()
         self._directory.cleanup()
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Puts a process into a cluster."""
+
+    address: str
+    token: str
+
+    def __call__(self) -> None:
+        join({}, self.address, self.token)
 
 
 def join(state: dict[str, Any], address: str, token: str) -> None:
