@@ -134,9 +134,15 @@ class Link:
             f"begin-{number}", deadline=deadline, agree=agree, payload=dict(payload), error=error
         )
 
-    def gather(self, phase: str, deadline: Deadline, payload: Any = None) -> dict[int, Any]:
-        """Exchange a payload with every member; returns all payloads by member rank."""
-        outcome = self.rendezvous.exchange(phase, deadline=deadline, payload=payload, gather=True)
+    def gather(
+        self, phase: str, deadline: Deadline, payload: Any = None, *, error: WeightwireError | None = None
+    ) -> dict[int, Any]:
+        """Exchange a payload with every member, or say why there is none here; returns all payloads by member rank.
+
+        Raises:
+            WeightwireError: A member has none; its own words.
+        """
+        outcome = self.rendezvous.exchange(phase, deadline=deadline, payload=payload, error=error, gather=True)
         outcome.raise_failed()
         return outcome.payloads
 

@@ -8,7 +8,8 @@ from typing import Any
 from weightwire.checksums import Checksums
 from weightwire.deadline import Deadline
 from weightwire.engine import WeightTransferEngine
-from weightwire.errors import PlanOutdated
+from weightwire.errors import PlanOutdated, WeightwireError
+from weightwire.link import Link
 from weightwire.load_plan import LoadPlan
 from weightwire.packing import BufferRing
 from weightwire.resharding.incoming import Landing, Message
@@ -54,13 +55,16 @@ class ShardedRDTWeightTransferEngine(
             HandshakeError: No way for bytes works between all ranks.
         """
         link = self._require_link()
-        whole = bool(link.info.options["whole"])
-        plan = self.sink.load_plan(link.metadata)
-        if self._wanted is None or not self._wanted.fits(plan, link, init_info):
-            self._wanted = wanted_of(plan, link, init_info, whole=whole)
-        self._plan, wanted = plan, self._wanted
-        payload = {"ways": available(), "takes": mask_of(wanted.takes), "strict": self.sink.strict}
-        meeting = Meeting(link.gather("rdt-meet", deadline, payload), link.info.trainers, link.rendezvous.label)
+        refusal, takes = None, ""
+        try:
+            takes = mask_of(self._plan_for(link, init_info).takes)
+        except WeightwireError as error:  # the others hear why, instead of that this rank has left
+            refusal = error
+        payload = {"ways": available(), "takes": takes, "strict": self.sink.strict}
+        members = link.gather("rdt-meet", deadline, payload, error=refusal)
+        wanted = self._wanted
+        assert wanted is not None
+        meeting = Meeting(members, link.info.trainers, link.rendezvous.label)
         meeting.check_claimed(link.metadata, link.info.options.get("foreign", ()))
         ask(wanted, meeting.producers, link, deadline)
         ways = worker_ways(wanted, link, init_info)
@@ -71,6 +75,12 @@ class ShardedRDTWeightTransferEngine(
         self._ring = BufferRing(self._depth + 1, init_info.buffer_bytes, device=self.device)
         if self._installer is None:
             self._installer = Installer()
+
+    def _plan_for(self, link: Link, init_info: ShardedRDTWeightTransferInitInfo) -> Wanted:
+        self._plan = plan = self.sink.load_plan(link.metadata)
+        if self._wanted is None or not self._wanted.fits(plan, link, init_info):
+            self._wanted = wanted_of(plan, link, init_info, whole=bool(link.info.options["whole"]))
+        return self._wanted
 
     # A round
 

@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,11 +38,14 @@ class Holdings:
     counts: dict[str, Counter[str]]
     resident: int
 
-    def more_than(self, before: Holdings) -> list[str]:
-        """What there is more of than `before`, a sentence each."""
+    def more_than(self, before: Holdings, foreign: Collection[str] = ()) -> list[str]:
+        """What there is more of than `before`, a sentence each; but for threads with names in `foreign`."""
         found = []
-        for kind, now in self.counts.items():
-            was = before.counts[kind]
+        for kind in self.counts:
+            was, now = (
+                Counter({name: n for name, n in of.counts[kind].items() if name not in foreign})
+                for of in (before, self)
+            )
             if now.total() > was.total():
                 new = ", ".join(f"{count} x {name}" for name, count in sorted((now - was).items())[:5])
                 found.append(f"{kind} went from {was.total()} to {now.total()}: {new}")
@@ -75,9 +78,10 @@ def _children() -> list[str]:
 
 def _compare(scene: Scene, before: Sequence[Holdings], what: str, *, patience: float = 2.0) -> None:
     ranks = [*scene.trainers, *scene.workers]
+    foreign = scene.stage.subject.foreign_threads
     until = time.monotonic() + patience
     for rank, old in zip(ranks, before, strict=True):
-        while (found := rank.call(holdings).more_than(old)) and time.monotonic() < until:
+        while (found := rank.call(holdings).more_than(old, foreign)) and time.monotonic() < until:
             time.sleep(0.05)
         if found:
             raise Nonconforming(f"{scene.label(rank)} leaks: {what} its {'; its '.join(found)}")

@@ -43,6 +43,7 @@ class TransportUnderTest:
             offers all at once.
         join: What a process does once and keeps, such as joining a cluster: a module-level function, called in each
             before anything else.
+        foreign_threads: Names of threads that a library starts and ends when it likes, as the kernel knows them.
     """
 
     backend: str
@@ -53,6 +54,7 @@ class TransportUnderTest:
     capabilities: frozenset[str] | None = None
     place: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
     join: Callable[[], None] | None = None
+    foreign_threads: tuple[str, ...] = ()
 
     def declared(self) -> frozenset[str]:
         """The capabilities that decide what is skipped.
