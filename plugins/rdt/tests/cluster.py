@@ -14,7 +14,7 @@ from typing import Any, Self
 from weightwire.testing.fixtures import BorrowRanks, borrowing
 from weightwire.testing.pool import RankPool
 from weightwire.testing.pool_process import Rank
-from weightwire.testing.pool_rank import keep_what_is_there
+from weightwire.testing.pool_rank import count_no_leftovers
 from weightwire_rdt.cluster import join_cluster
 from weightwire_rdt.nixl_agent import process_agent
 
@@ -86,7 +86,7 @@ def join(state: dict[str, Any], address: str, token: str) -> None:
         os.environ |= {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
         join_cluster()
         process_agent()
-        keep_what_is_there()
+        count_no_leftovers()
 
 
 def member_ranks(pool: RankPool, cluster: Cluster, test: str) -> Iterator[BorrowRanks]:

@@ -49,13 +49,13 @@ def at_tidy(callback: Callable[[], None]) -> None:
     _at_tidy.append(callback)
 
 
-def keep_what_is_there() -> None:
-    """Count from now on what this rank has beyond what it has now.
+def count_no_leftovers() -> None:
+    """Count no threads and descriptors in this rank when a test is over, from now on.
 
-    For what a process does once and keeps, such as joining a cluster.
+    For a process that has joined a cluster, whose library opens and closes connections when it likes.
     """
     for server in _servers:
-        server.measure()
+        server.counts = False
 
 
 def serve(connection: Connection) -> None:
@@ -153,13 +153,10 @@ class RankServer:
         self._state: dict[str, Any] = {}
         self._running: dict[int, str] = {}
         self._faults = Faults(lambda point: self._send(Reached(point)))
-        self.measure()
-        _servers.append(self)
-
-    def measure(self) -> None:
-        """Take what is there for what is to be there."""
         self._threads = len(_threads())
         self._descriptors = _descriptors()
+        self.counts = True
+        _servers.append(self)
 
     def run(self) -> None:
         """Serve until the connection closes, then end the process."""
@@ -226,16 +223,22 @@ class RankServer:
 
     def _leftovers(self) -> list[str]:
         found = [f"call {name} is still running" for name in list(self._running.values())]
+        if self.counts:
+            found += self._grown(bool(found))
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_initialized():
+            found.append("the default process group was not destroyed")
+        return found
+
+    def _grown(self, running: bool) -> list[str]:
+        found = []
         threads = _threads()
-        if not found and len(threads) > self._threads:
+        if not running and len(threads) > self._threads:
             found.append(f"{len(threads) - self._threads} threads more than before, of {sorted(threads)}")
         descriptors = _descriptors()
         if len(descriptors) > len(self._descriptors):
             new = sorted(descriptors[number] for number in descriptors.keys() - self._descriptors.keys())
             found.append(f"open descriptors: {', '.join(new)}")
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_initialized():
-            found.append("the default process group was not destroyed")
         return found
 
     def _answer(self, number: int, work: Callable[[], Any]) -> None:

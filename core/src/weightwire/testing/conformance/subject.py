@@ -12,7 +12,7 @@ from weightwire import discovery
 from weightwire.loading import load
 from weightwire.messages import TrainerInitInfo
 from weightwire.registry import engine_class
-from weightwire.testing.pool_rank import keep_what_is_there
+from weightwire.testing.pool_rank import count_no_leftovers
 
 _joined: set[Callable[[], None]] = set()
 
@@ -78,7 +78,7 @@ class TransportUnderTest:
         if self.join is not None and self.join not in _joined:
             self.join()
             _joined.add(self.join)
-            keep_what_is_there()
+            count_no_leftovers()
         if self.register is not None and self.backend not in _tables["worker"].loaders:
             self.register()
 
