@@ -75,6 +75,7 @@ def test_unknown_name() -> None:
         _ = weightwire.WeightTransferWorker
 
 
-def test_name_of_a_distribution_that_is_not_installed() -> None:
+def test_name_of_a_distribution_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "weightwire_rdt", None)
     with pytest.raises(ImportError, match="pip install weightwire-rdt"):
         _ = weightwire.RayVLLMWeightSyncClient

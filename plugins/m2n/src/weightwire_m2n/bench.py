@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from weightwire.testing import sharded_ranks
 from weightwire.testing.measure import Options, Report, Run, model_like
 from weightwire.testing.measure_report import machine
 from weightwire.testing.payload import Payload
 from weightwire.testing.pool import Rank, RankPool
+from weightwire.testing.sharded_payload import TensorParallel, metadata_of
 from weightwire_m2n import bench_fleet as fleet
-from weightwire_m2n.bench_model import TensorParallel, metadata_of
 from weightwire_m2n.messages import M2NTrainerInitInfo
 from weightwire_m2n.planning import make_plan
 
@@ -85,7 +86,7 @@ def _four_to_two(report: Report, options: Options, progress: Callable[[str], Non
             progress("4to2: making the model")
             traffic, bound = _seat(ranks, payload, directory)
             runs = _rounds(ranks, payload, options, progress)
-            _on_all(ranks, fleet.close)
+            _on_all(ranks, sharded_ranks.close)
         finally:
             for rank in ranks:
                 rank.kill()
@@ -102,8 +103,8 @@ def _seat(ranks: Sequence[Rank], payload: Payload, directory: str) -> tuple[list
     """Make the model on all ranks and connect; returns the bytes between them, and the fewest that can be."""
     calls = [rank.start(fleet.sit, payload, place, _TRAINERS, _WORKERS, directory) for place, rank in enumerate(ranks)]
     addresses = [address for call in calls if (address := call.result(_SECONDS)) is not None]
-    port = ranks[0].call(fleet.hold_port)
-    _on_all(ranks[:_TRAINERS], fleet.connect, addresses, port)
+    port = ranks[0].call(sharded_ranks.hold_port)
+    _on_all(ranks[:_TRAINERS], sharded_ranks.connect, addresses, port, M2NTrainerInitInfo)
     metadata = metadata_of(payload, _TRAINERS)
     plans = [_load_plan(payload, place, metadata) for place in range(_WORKERS)]
     plan = make_plan(metadata, _TRAINERS, plans, M2NTrainerInitInfo())
@@ -132,7 +133,7 @@ def _rounds(
         progress(f"4to2: round {number + 1} of {warmup + options.rounds}")
         shift = number % len(_WAYS)
         for way in _WAYS[shift:] + _WAYS[:shift]:
-            _on_all(ranks, fleet.refresh)
+            _on_all(ranks, sharded_ranks.refresh)
             steps = _on_all(ranks, fleet.step, way, time.monotonic() + 0.02)
             same[way] &= all(_on_all(ranks, fleet.equal, way))
             if number >= warmup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,41 +10,26 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from weightwire.clients.fanout import FanoutClient
-from weightwire.registry import WeightTransferTrainerFactory
-from weightwire.source import as_bytes
+from weightwire.testing import sharded_ranks as ranks
 from weightwire.testing.payload import Payload
-from weightwire.testing.pool import held_socket
-from weightwire.testing.worker_host import WorkerHost
-from weightwire.testing.workers import RankClient
-from weightwire.worker import Worker
-from weightwire_m2n.bench_model import ShardedSource, TensorParallel, metadata_of, original
-from weightwire_m2n.messages import M2NTrainerInitInfo
+from weightwire.testing.sharded_payload import TensorParallel, metadata_of
 
 State = dict[str, Any]
-SECRET = "3c" * 16
 _TIMEOUT = timedelta(seconds=120)
 
 
 def sit(state: State, payload: Payload, rank: int, trainers: int, workers: int, directory: str) -> str | None:
     """Make this rank's part of the model; returns a worker's address."""
-    torch.set_num_threads(1)
-    state.update(payload=payload, rank=rank, trainers=trainers, workers=workers)
+    address = ranks.take_seat(state, payload, rank, trainers, workers)
     state["group"] = _group(f"{directory}/all", rank, trainers + workers)
     if rank < trainers:
-        state["source"] = ShardedSource(payload, rank, trainers)
         state["gather"] = _group(f"{directory}/trainers", rank, trainers)
         if rank == 0:
             state["broadcast"] = _group(f"{directory}/broadcast", 0, 1 + workers)
         return None
     place = rank - trainers
     state["broadcast"] = _group(f"{directory}/broadcast", 1 + place, 1 + workers)
-    state["model"] = model = TensorParallel(payload, place, workers)
     state["loaded"] = TensorParallel(payload, place, workers)  # where the naive way loads
-    state["expected"] = expected = TensorParallel(payload, place, workers)
-    expected.load_weights((name, original(payload, at)) for at, name in enumerate(payload.names))
-    state["host"] = host = WorkerHost(Worker(model))
-    address: str = host.address
     return address
 
 
@@ -55,27 +39,6 @@ def _group(path: str, rank: int, world: int) -> Any:
     options._timeout = _TIMEOUT
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     return gloo(FileStore(path, world), rank, world, options)
-
-
-def hold_port(state: State) -> int:
-    """A port that this rank holds until its trainer listens on it."""
-    state["held"] = held = held_socket()
-    return int(held.getsockname()[1])
-
-
-def connect(state: State, addresses: Sequence[str], port: int) -> None:
-    """Open the link, on a trainer rank."""
-    clients = [RankClient([address], [f"worker {place}"]) for place, address in enumerate(addresses)]
-    info = M2NTrainerInitInfo(
-        rank=state["rank"],
-        num_trainer_ranks=state["trainers"],
-        secret=SECRET,
-        master_port=port,
-        listen_socket=state.get("held"),
-    )
-    state["trainer"] = WeightTransferTrainerFactory.trainer_init(
-        info, client=FanoutClient(clients), source=state["source"]
-    )
 
 
 def make_buffers(state: State, traffic: Sequence[Sequence[int]]) -> None:
@@ -93,33 +56,9 @@ def make_buffers(state: State, traffic: Sequence[Sequence[int]]) -> None:
         state["gathered"] = torch.zeros(longest + trainers * 4096, dtype=state["payload"].dtype)
 
 
-def refresh(state: State) -> None:
-    """Change every byte of the model, and of what it will be compared with."""
-    tensors = state["source"].shards if "source" in state else state["expected"].parameters()
-    for tensor in tensors:
-        as_bytes(tensor).add_(1)
-
-
 def step(state: State, way: str, at: float) -> tuple[float, float, Mapping[str, Any]]:
     """One timed step, beginning at `at`; returns when it began and ended, and figures."""
-    time.sleep(max(0.0, at - time.monotonic()))
-    began = time.monotonic()
-    figures = _WAYS[way](state)
-    return began, time.monotonic(), figures or {}
-
-
-def _m2n(state: State) -> dict[str, Any] | None:
-    if "trainer" not in state:
-        return None
-    report = state["trainer"].send_weights()
-    workers = [rank for rank in report.ranks if "commit" in rank.seconds]
-    return {
-        "path": report.path,
-        "transfer_seconds": report.seconds["transfer"],
-        "wire_bytes": sum(rank.bytes for rank in workers),
-        "commit_milliseconds": 1e3 * max(rank.seconds["commit"] for rank in workers),
-        "allocated_bytes": max(rank.details["allocated_bytes"] for rank in workers),
-    }
+    return ranks.timed(state, _WAYS[way], at)
 
 
 def _raw(state: State) -> None:
@@ -173,21 +112,11 @@ def _from_first() -> Any:
     return options
 
 
-_WAYS = {"m2n": _m2n, "raw": _raw, "gather_broadcast": _gather_broadcast}
+_WAYS = {"m2n": ranks.send, "raw": _raw, "gather_broadcast": _gather_broadcast}
 
 
 def equal(state: State, way: str) -> bool:
     """Whether a worker has exactly what the trainer ranks have; raw bytes mean nothing and always are."""
     if way == "raw" or "model" not in state:
         return True
-    model = state["model"] if way == "m2n" else state["loaded"]
-    pairs = zip(model.parameters(), state["expected"].parameters(), strict=True)
-    return all(torch.equal(as_bytes(here.data), as_bytes(there.data)) for here, there in pairs)
-
-
-def close(state: State) -> None:
-    """Leave."""
-    if "trainer" in state:
-        state["trainer"].shutdown()
-    if "host" in state:
-        state["host"].close()
+    return ranks.equal(state) if way == "m2n" else ranks.same(state["loaded"], state["expected"])

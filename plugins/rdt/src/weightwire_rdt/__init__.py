@@ -9,18 +9,26 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from weightwire_rdt.client import RayVLLMWeightSyncClient as RayVLLMWeightSyncClient
     from weightwire_rdt.engine import ShardedRDTWeightTransferEngine as ShardedRDTWeightTransferEngine
     from weightwire_rdt.messages import ShardedRDTTrainerInitInfo as ShardedRDTTrainerInitInfo
     from weightwire_rdt.messages import ShardedRDTWeightTransferInitInfo as ShardedRDTWeightTransferInitInfo
     from weightwire_rdt.messages import ShardedRDTWeightTransferUpdateInfo as ShardedRDTWeightTransferUpdateInfo
+    from weightwire_rdt.placement import Room as Room
     from weightwire_rdt.trainer import ShardedRDTTrainerWeightTransferEngine as ShardedRDTTrainerWeightTransferEngine
+    from weightwire_rdt.worker_actor import WorkerActor as WorkerActor
+    from weightwire_rdt.worker_group import RayWorkerGroup as RayWorkerGroup
 
 _MODULES = {
+    "RayVLLMWeightSyncClient": "client",
+    "RayWorkerGroup": "worker_group",
+    "Room": "placement",
     "ShardedRDTTrainerInitInfo": "messages",
     "ShardedRDTTrainerWeightTransferEngine": "trainer",
     "ShardedRDTWeightTransferEngine": "engine",
     "ShardedRDTWeightTransferInitInfo": "messages",
     "ShardedRDTWeightTransferUpdateInfo": "messages",
+    "WorkerActor": "worker_actor",
 }
 
 

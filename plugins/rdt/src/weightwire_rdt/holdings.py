@@ -47,7 +47,7 @@ def holding_of(
         [elements(meta) for meta in metadata],
         groups_of(metadata),
         buffer_bytes,
-        direct_bytes,
+        min(direct_bytes, buffer_bytes),  # what is larger than a buffer fits none
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
@@ -20,6 +21,7 @@ from weightwire.region_boxes import row_major
 
 ALIGNMENT = 16
 """Bytes at which the segments of a message begin where they are packed."""
+_MOST_AXES = 64
 
 
 class Move(NamedTuple):
@@ -132,7 +134,7 @@ class _Reading:
     def _place(self, name: Any) -> int:
         place = self._places.get(name) if isinstance(name, str) else None
         if place is None:
-            raise self._wrong(f"names {name!r}, which is not declared")
+            raise self._wrong(f"names {reprlib.repr(name)}, which is not declared")
         if not self._holding.elements[place]:
             raise self._wrong(f"names {name!r}, of which that rank has nothing")
         return place
@@ -168,19 +170,19 @@ class _Reading:
 
     def _move(self, move: Any, places: Sequence[int]) -> Move:
         if not (isinstance(move, list) and len(move) == 4):
-            raise self._wrong(f"has the move {move!r}, not [parameter, offset, sizes, strides]")
+            raise self._wrong(f"has the move {reprlib.repr(move)}, not [parameter, offset, sizes, strides]")
         number, offset, sizes, strides = move
         numbers = [number, offset, *self._list(sizes, "sizes"), *self._list(strides, "strides")]
-        if any(type(each) is not int or each < 0 for each in numbers) or len(sizes) != len(strides):
-            raise self._wrong(f"has the move {move!r}, which is no region")
+        if any(type(each) is not int or each < 0 for each in numbers) or not len(sizes) == len(strides) <= _MOST_AXES:
+            raise self._wrong(f"has the move {reprlib.repr(move)}, which is no region")
         if number >= len(places) or 0 in sizes:
-            raise self._wrong(f"has the move {move!r}, of no parameter or no element")
+            raise self._wrong(f"has the move {reprlib.repr(move)}, of no parameter or no element")
         place = places[number]
         held, name = self._holding.elements[place], self._holding.names[place]
         last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        if last >= held:
-            raise self._wrong(f"wants element {last} of {name!r}, of which that rank has {held}")
+        if max(last, 0, *strides) >= held:  # torch takes no stride of 2**63, even along one element
+            raise self._wrong(f"wants an element past the end of {name!r}, of which that rank has {held}")
         taken = self._taken[place] = self._taken.get(place, 0) + math.prod(sizes)
         if taken > held:
-            raise self._wrong(f"wants {taken} elements of {name!r}, of which that rank has {held}")
+            raise self._wrong(f"wants too many elements of {name!r}, of which that rank has {held}")
         return Move(place, offset, tuple(sizes), tuple(strides))

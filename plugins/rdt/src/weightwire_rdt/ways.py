@@ -114,6 +114,10 @@ class _NixlAtWorker:
             while not arriving.done:
                 wire.pause(deadline, [owner])
             _check_proof(room, end.link, owner, self._worker)
+        for owner in self._owners:
+            # Only who polls makes progress: a last word of the trainer rank shows that it has heard of the read.
+            while not wire.ready(owner, 1):
+                wire.pause(deadline, [owner])
         return wire
 
 
@@ -154,4 +158,6 @@ class NixlAtTrainer:
         for worker in self._workers:
             wire.send([proof(end.link, self._rank, worker)], [worker], deadline=deadline)
         wire.flush(deadline)
+        for worker in self._workers:
+            wire.send([proof(end.link, self._rank, worker)], [worker], deadline=deadline)
         return wire
