@@ -31,6 +31,14 @@ assert torch.equal(trained.weight, served.weight)
 engine.shutdown()
 """
 
+CLUSTER = """
+import contextlib, os
+from weightwire_rdt.local_cluster import LocalCluster
+
+stack = contextlib.ExitStack()
+os.environ |= stack.enter_context(LocalCluster()).variables
+"""
+
 WORKS: Final = {
     "weightwire-nccl": ROUND.format(module="weightwire_nccl", info="NCCLTrainerInitInfo"),
     "weightwire-ipc": ROUND.format(module="weightwire_ipc", info="IPCTrainerInitInfo"),
@@ -39,6 +47,14 @@ WORKS: Final = {
 from weightwire.command import main
 
 assert main(["plan", "--help"]) == 0
+""",
+    "weightwire-rdt": CLUSTER
+    + ROUND.format(module="weightwire_rdt", info="ShardedRDTTrainerInitInfo")
+    + """
+import ray
+
+ray.shutdown()
+stack.close()
 """,
     "weightwire-sparse": ROUND.format(module="weightwire_sparse", info="SparseNCCLTrainerInitInfo"),
     "weightwire-server": """
@@ -88,6 +104,7 @@ def test_a_wheel_holds_its_packages_typed_and_nothing_else(wheels: Path) -> None
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("plugin", [None, *PLUGINS])
 def test_core_and_one_plugin(wheels: Path, tmp_path: Path, plugin: str | None) -> None:
     environment = Environment(tmp_path / "environment")
@@ -97,7 +114,7 @@ def test_core_and_one_plugin(wheels: Path, tmp_path: Path, plugin: str | None) -
     own = {backend for backend, home in FIRST_PARTY.items() if home == plugin}
     assert environment.transports() == dict.fromkeys(own, "ready")
     if plugin:
-        used = environment.run("-c", WORKS[plugin] + AFTERWARDS).splitlines()[-1]
+        used = environment.run("-c", WORKS[plugin] + AFTERWARDS, timeout=120).splitlines()[-1]
         assert used.split() == sorted(name.replace("-", "_") for name in wanted)
     others_are_named(environment, wanted)
 

@@ -76,7 +76,8 @@ def _answer(ray: Any, reference: Any, whom: str, end: float) -> Any:
         if error.actor_init_failed:
             words = str(error).strip().rpartition("\n")[2]
             raise PeerFailed(f"it could not be made: {words}", rank=whom) from error
-        raise PeerLost(f"{whom} is gone: {_reason(error)}", rank=whom) from error
+        how = "cannot be reached" if isinstance(error, raised.ActorUnavailableError) else "is gone"
+        raise PeerLost(f"{whom} {how}: {_reason(error)}", rank=whom) from error
     except raised.RayError as error:
         raise TransferError(_reason(error), rank=whom) from error
     except WeightwireError as error:

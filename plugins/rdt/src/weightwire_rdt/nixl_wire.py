@@ -22,6 +22,7 @@ from weightwire.deadline import Deadline
 from weightwire.errors import PeerLost, PeerStalled, TransferError
 from weightwire.packing import Pending
 from weightwire_rdt.nixl_agent import NixlAgent, Read, Span, memory_of, span_of
+from weightwire_rdt.pulling import Chunk
 from weightwire_rdt.registrations import Registrations
 
 _PAUSE = 0.0005
@@ -164,9 +165,9 @@ class NixlServing:
         """Hear what has been read; returns whether anything was."""
         moved = False
         for body in self._agent.take(self._box):
-            worker, number, ordinal = json.loads(body)
-            if number == self._round and self._offered.pop((worker, ordinal), None) is not None:
-                moved = True
+            worker, number, ordinals = json.loads(body)
+            for ordinal in ordinals if number == self._round else ():
+                moved |= self._offered.pop((worker, ordinal), None) is not None
                 if ordinal == 0:
                     faults.reach("communicator.first_piece")
         return moved
@@ -267,8 +268,8 @@ class NixlReading:
         names = ", ".join(self._peers[owner].label for owner in owners)
         self._patience.pause(deadline, f"{self._label} waits for {names} to have its next parameters ready")
 
-    def receive(self, buffers: Sequence[Tensor], owner: int, ordinal: int) -> Read:
-        """Begin to read a chunk that is `ready`.
+    def receive(self, chunks: Sequence[Chunk], owner: int) -> Read:
+        """Begin to read chunks that are `ready`.
 
         Raises:
             TransferError: It is not what was asked for.
@@ -276,23 +277,31 @@ class NixlReading:
         """
         self._patience.moved()
         peer = self._peers[owner]
-        offer = self._offers.pop((self._round, owner, ordinal))
-        here = [span_of(buffer) for buffer in buffers]
-        if [span.nbytes for span in here] != [span.nbytes for span in offer.spans]:
+        here: list[Span] = []
+        there: list[Span] = []
+        for chunk in chunks:
+            offer = self._offers.pop((self._round, owner, chunk.ordinal))
+            mine = [span_of(buffer) for buffer in chunk.buffers]
+            self._check(peer, mine, offer.spans)
+            for buffer in chunk.buffers:
+                self._registrations.hold(buffer)
+            here += mine
+            there += offer.spans
+        body = json.dumps([self._worker, self._round, [chunk.ordinal for chunk in chunks]]).encode()
+        memory = (memory_of(chunks[0].buffers[0].device), offer.memory)
+        try:
+            return self._agent.read(peer.agent, here, there, memory, peer.box, body)
+        except PeerLost as error:
+            raise PeerLost(f"{peer.label}: {error.message}", transport="sharded_rdt", rank=self._label) from error
+
+    def _check(self, peer: Peer, mine: Sequence[Span], theirs: Sequence[Span]) -> None:
+        wanted, offered = [span.nbytes for span in mine], [span.nbytes for span in theirs]
+        if wanted != offered:
             raise TransferError(
-                f"{peer.label} offers {[span.nbytes for span in offer.spans][:4]} bytes where "
-                f"{[span.nbytes for span in here][:4]} were asked for",
+                f"{peer.label} offers {offered[:4]} bytes where {wanted[:4]} were asked for",
                 transport="sharded_rdt",
                 rank=self._label,
             )
-        for buffer in buffers:
-            self._registrations.hold(buffer)
-        body = json.dumps([self._worker, self._round, ordinal]).encode()
-        try:
-            memory = (memory_of(buffers[0].device), offer.memory)
-            return self._agent.read(peer.agent, here, offer.spans, memory, peer.box, body)
-        except PeerLost as error:
-            raise PeerLost(f"{peer.label}: {error.message}", transport="sharded_rdt", rank=self._label) from error
 
     def close(self) -> None:
         """Let go of everything."""

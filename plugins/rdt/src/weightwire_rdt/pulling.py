@@ -5,17 +5,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Final, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from weightwire.checksums import Checksums
 from weightwire.deadline import Deadline
 from weightwire.packing import BufferRing, Slot
-from weightwire.resharding.incoming import Incoming, Landing, Message
+from weightwire.resharding.incoming import Incoming, Landing, Message, Segment
 from weightwire_rdt.installer import Installer
 
-_PAUSE = 0.0005
+_PAUSE: Final = 0.0005
+_TOGETHER: Final = 64 << 20
+"""Bytes up to which chunks that are ready come in one go."""
+
+
+class Chunk(NamedTuple):
+    """A chunk of a trainer rank's, and where it is written."""
+
+    ordinal: int
+    buffers: list[Tensor]
 
 
 class Arriving(Protocol):
@@ -42,8 +53,8 @@ class Inbound(Protocol):
     def ready(self, owner: int, ordinal: int) -> bool:
         """Whether that chunk of that trainer rank can be asked for."""
 
-    def receive(self, buffers: Sequence[Tensor], owner: int, ordinal: int) -> Arriving:
-        """Have it written into `buffers`."""
+    def receive(self, chunks: Sequence[Chunk], owner: int) -> Arriving:
+        """Have chunks that are `ready` written into their buffers."""
 
     def pause(self, deadline: Deadline, owners: Sequence[int]) -> None:
         """Wait a moment for any of these trainer ranks to have something ready."""
@@ -52,11 +63,18 @@ class Inbound(Protocol):
         """Let go of everything."""
 
 
-@dataclass(slots=True)
-class _Coming:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A chunk, and where it is written."""
+
     message: Message
-    buffers: list[Tensor]
+    chunk: Chunk
     slot: Slot | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    places: list[_Place]
     arriving: Arriving
 
 
@@ -124,43 +142,60 @@ class Pulling:
             raise
 
     def _ask(self) -> bool:
-        """Have the earliest chunk come that is ready; returns whether there is one."""
+        """Have the earliest chunk come that is ready, and what follows it; returns whether there is one."""
         if len(self._coming) >= self._depth:
             return False
         heads = sorted((self._turn[id(waiting[0])], owner) for owner, waiting in self._wanted.items())
         for _, owner in heads:
-            message = self._wanted[owner][0]
-            if self._wire.ready(owner, message.ordinal):
-                self._start(message)
-                self._wanted[owner].popleft()
-                if not self._wanted[owner]:
-                    del self._wanted[owner]
+            if places := self._next_of(owner):
+                arriving = self._wire.receive([place.chunk for place in places], owner)
+                self._coming.append(_Coming(places, arriving))
                 return True
         return False
 
-    def _start(self, message: Message) -> None:
-        slot, buffers = None, []
-        for segment in message.segments:
-            if segment.straight and self._landing.device(segment.writes[0]) == self._ring.device:
-                buffers.append(self._landing.place(segment.writes[0]))
-            else:
-                slot = slot or self._ring.acquire(self._deadline)
-                buffers.append(slot.buffer[segment.start : segment.stop])
-        arriving = self._wire.receive(buffers, message.sender, message.ordinal)
-        self._coming.append(_Coming(message, buffers, slot, arriving))
+    def _next_of(self, owner: int) -> list[_Place]:
+        """The next chunks of a trainer rank, as far as they are ready and there is room."""
+        waiting, places, nbytes = self._wanted[owner], list[_Place](), 0
+        while waiting and nbytes < _TOGETHER and self._wire.ready(owner, waiting[0].ordinal):
+            slot = None
+            if not all(map(self._lands, waiting[0].segments)):
+                # The first may wait for the installer, unless it is chunks on their way that hold the buffers.
+                busy = places or self._coming
+                slot = self._ring.try_acquire() if busy else self._ring.acquire(self._deadline)
+                if slot is None:
+                    break
+            message = waiting.popleft()
+            buffers = [self._buffer(segment, slot) for segment in message.segments]
+            nbytes += sum(buffer.numel() for buffer in buffers)
+            places.append(_Place(message, Chunk(message.ordinal, buffers), slot))
+        if not waiting:
+            del self._wanted[owner]
+        return places
+
+    def _lands(self, segment: Segment) -> bool:
+        """Whether it can be received where it belongs."""
+        return segment.straight and self._landing.device(segment.writes[0]) == self._ring.device
+
+    def _buffer(self, segment: Segment, slot: Slot | None) -> Tensor:
+        if self._lands(segment):
+            return self._landing.place(segment.writes[0])
+        if segment.stop > self._ring.length:
+            return torch.empty(segment.stop - segment.start, dtype=torch.uint8, device=self._ring.device)
+        assert slot is not None
+        return slot.buffer[segment.start : segment.stop]
 
     def _take(self) -> bool:
-        """Hand over the oldest chunk if it is here."""
+        """Hand over the oldest chunks if they are here."""
         if not self._coming or not self._coming[0].arriving.done:
             return False
-        coming = self._coming.popleft()
-        if coming.slot is not None or self._checksums.enabled:
-            self._installer.submit(lambda: self._install(coming))
+        for place in self._coming.popleft().places:
+            if place.slot is not None or self._checksums.enabled:
+                self._installer.submit(partial(self._install, place))
         return True
 
-    def _install(self, coming: _Coming) -> None:
-        self._checksums.add(self._number(coming.message), coming.buffers)
-        for segment, buffer in zip(coming.message.segments, coming.buffers, strict=True):
+    def _install(self, place: _Place) -> None:
+        self._checksums.add(self._number(place.message), place.chunk.buffers)
+        for segment, buffer in zip(place.message.segments, place.chunk.buffers, strict=True):
             self._landing.install(segment, buffer)
-        if coming.slot is not None:
-            coming.slot.release()
+        if place.slot is not None:
+            place.slot.release()

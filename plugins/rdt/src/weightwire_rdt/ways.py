@@ -17,7 +17,7 @@ from weightwire_rdt.meeting import Way
 from weightwire_rdt.messages import ShardedRDTWeightTransferInitInfo
 from weightwire_rdt.nixl_agent import NixlAgent, process_agent
 from weightwire_rdt.nixl_wire import NixlReading, NixlServing, Peer
-from weightwire_rdt.pulling import Inbound
+from weightwire_rdt.pulling import Chunk, Inbound
 
 _PROOF_ROUND = -1
 
@@ -110,7 +110,7 @@ class _NixlAtWorker:
             while not wire.ready(owner, 0):
                 wire.pause(deadline, [owner])
             room = torch.zeros_like(proof(end.link, owner, self._worker))
-            arriving = wire.receive([room], owner, 0)
+            arriving = wire.receive([Chunk(0, [room])], owner)
             while not arriving.done:
                 wire.pause(deadline, [owner])
             _check_proof(room, end.link, owner, self._worker)
