@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.m2n.tests.random_scenes import Scene, loaded, memories, random_scene, receive, send, tensors
+from plugins.m2n.tests.random_scenes import Scene, Wire, loaded, memories, random_scene, receive, send, tensors
 from weightwire.region import Region
 from weightwire.region_boxes import whole
 from weightwire.resharding.demands import Demand, Workers
@@ -29,9 +30,7 @@ randoms = st.randoms(use_true_random=False)
 def alone(scene: Scene, worker: int, ordinal: int, groups: Sequence[int] | None = None) -> Plan:
     layouts = [SourceLayout.of(meta) for meta in scene.metadata]
     wanted = Workers.of([scene.demands[worker]])
-    return Plan(
-        layouts, scene.trainers, wanted, buffer=scene.buffer, large=scene.large, groups=groups, ordinal=ordinal
-    )
+    return Plan(layouts, scene.trainers, wanted, buffer=scene.buffer, large=scene.large, groups=groups, ordinal=ordinal)
 
 
 def random_groups(random: Random, scene: Scene) -> list[int]:
@@ -49,7 +48,7 @@ def test_a_worker_that_plans_alone_loads_what_plain_loading_does(random: Random)
     for worker in range(len(scene.demands)):
         plan = alone(scene, worker, ordinal + worker, groups)
         mine = Scene(scene.metadata, scene.trainers, [scene.demands[worker]], scene.buffer, scene.large)
-        wire = {}
+        wire: Wire = {}
         for rank in range(scene.trainers):
             wire |= send(mine, rank, plan.for_trainer(rank), full)
         assert sum(len(part) for message in wire.values() for part in message) == plan.coverage.lower_bound
@@ -182,7 +181,7 @@ def test_no_message_is_of_two_groups_and_none_is_cut_needlessly(random: Random) 
             assert len({groups[place] for place in part.parameter[rows].tolist()}) == 1
             by_pair[int(part.sender[rows[0]])].append(rows)
         for messages in by_pair.values():
-            for one, other in zip(messages, messages[1:], strict=False):
+            for one, other in itertools.pairwise(messages):
                 if groups[int(part.parameter[one[0]])] == groups[int(part.parameter[other[0]])]:
                     assert not joined(part, scene, one, other)
 

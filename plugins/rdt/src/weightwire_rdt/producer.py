@@ -57,9 +57,7 @@ class Producer:
         return {}
 
     def _take(self, link: str, worker: int, text: str) -> None:
-        opened = self._links.get(link)
-        if opened is None:
-            raise MessageError(f"this trainer rank has no link {link!r}")
+        opened = self._opened(link)
         if type(worker) is not int or not 0 <= worker < opened.workers:
             raise MessageError(f"there is no worker rank {worker!r}: there are {opened.workers}")
         opened.holding.read(text, worker)
@@ -68,9 +66,18 @@ class Producer:
         if len(opened.requests) == opened.workers:
             opened.complete.set()
 
+    def _opened(self, link: Any) -> _Link:
+        opened = self._links.get(link) if isinstance(link, str) else None
+        if opened is None:
+            raise MessageError(f"this trainer rank has no link {link!r}")
+        return opened
+
     async def requests(self, link: str, timeout: float) -> dict[str, Any]:
         """Those of all workers, `{"requests": {rank: text}}`, or of those that have asked after `timeout` seconds."""
-        opened = self._links[link]
+        try:
+            opened = self._opened(link)
+        except WeightwireError as error:
+            return answer_of(error)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(opened.complete.wait(), timeout)
         return {"requests": dict(opened.requests)}

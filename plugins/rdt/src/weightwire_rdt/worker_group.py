@@ -78,9 +78,7 @@ class RayWorkerGroup:
             PeerFailed: A model could not be made; in its words.
             DeadlineExceeded: The cluster did not start them in time.
         """
-        ray = join_cluster()
-        made = ray.remote(**CONCURRENCY)(actor)
-        actors = []
+        made, actors = join_cluster().remote(**CONCURRENCY)(actor), []
         for rank in range(count):
             parallel = {"rank": rank, "world_size": count, "tensor_parallel_size": count}
             given = {"parallel": parallel, "device": device, "options": worker_options}

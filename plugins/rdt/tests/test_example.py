@@ -1,0 +1,47 @@
+"""`examples/ray_pull.py` as it is run, and submitted."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plugins.rdt.tests.cluster import Cluster
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "ray_pull.py"
+LINE = re.compile(
+    r"step (\d)  loss (\d\.\d+)  \d+ parameters, (\d+) bytes pulled over nixl in .* s  "
+    r"workers on step-(\d), bit for bit"
+)
+
+
+def run(environment: dict[str, str], folder: Path, *options: str) -> list[tuple[str, ...]]:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), *options],
+        cwd=folder,
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **environment},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    matches = [LINE.fullmatch(line) for line in done.stdout.splitlines()]
+    assert all(matches), done.stdout
+    return [match.groups() for match in matches if match is not None]
+
+
+def test_in_a_cluster_that_is_there(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = run(cluster.variables, tmp_path, "--trainers", "1", "--workers", "1", "--steps", "2")
+    assert (first[0], first[3], second[0], second[3]) == ("1", "1", "2", "2")
+    assert float(second[1]) < float(first[1])
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(200)
+def test_in_a_cluster_of_its_own(tmp_path: Path) -> None:
+    lines = run({"RAY_ADDRESS": ""}, tmp_path)
+    assert [line[0] for line in lines] == ["1", "2", "3"]
