@@ -306,7 +306,6 @@ def test_chunks_that_come_in_any_order(seed: int, depth: int) -> None:
         assert len(checksums.values) == (len(one.incoming.messages) if checksums.enabled else 0)
 
 
-# FAULT: after an error the installer gives no buffer back, and `Pulling` waits for one until its deadline.
 def test_an_error_while_installing_ends_the_round() -> None:
     """More chunks than buffers: what the installer does not install gives no buffer back."""
     metadata = [ParamMeta(f"w{at}", torch.uint8, (60,)) for at in range(9)]

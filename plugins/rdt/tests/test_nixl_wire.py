@@ -326,10 +326,12 @@ def test_a_worker_that_died_before_something_was_offered(two: list[Rank]) -> Non
     assert time.monotonic() - began < NOTICED
 
 
-# FAULT: without NIXL's progress thread a read waits until the trainer rank polls: it does not end while that gathers.
 def test_reads_go_on_while_the_trainer_rank_does_something_else(two: list[Rank]) -> None:
     pair = Pair(two)
-    pair.trainer.call(offer, 1, [50])
-    pair.pull({0: [50]})  # they are connected
-    pair.trainer.call(offer, 2, [50])
-    assert pair.worker.call(pull, {1: [50]}, 3.0) == [expected(2, [50])]
+    for ordinal in range(2):  # they are connected once each has heard of the other
+        pair.trainer.call(offer, ordinal, [50])
+        pair.pull({ordinal: [50]})
+        pair.trainer.call(flush)
+    pair.trainer.call(offer, 2, [50, 1 << 22])
+    assert pair.worker.call(pull, {2: [50, 1 << 22]}, 3.0) == [expected(2, [50, 1 << 22])]
+    pair.trainer.call(flush)

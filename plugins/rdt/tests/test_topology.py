@@ -88,7 +88,6 @@ def test_pipeline_stages_and_experts_on_several_ranks(ranks: BorrowRanks) -> Non
     fleet.close()
 
 
-# FAULT: the round does not end: its deadline passes (without `checksum` it takes milliseconds).
 def test_checksums_of_chunks_between_several_ranks(ranks: BorrowRanks) -> None:
     workers = ranks(2)
     client = serve(workers, model, NAMES)

@@ -48,9 +48,11 @@ def hear(agent: NixlAgent, path: Path) -> tuple[str, list[Span]]:
 
 def read(agent: NixlAgent, reads: Sequence[tuple[str, Sequence[Span], Sequence[Span]]], box: str) -> None:
     """Read from several agents at once, in one transfer each; each is told."""
-    going = [agent.read(name, here, there, (_CPU, _CPU), box, b"") for name, here, there in reads]
+    going = [agent.read(name, here, there, (_CPU, _CPU)) for name, here, there in reads]
     while not all(one.done for one in going):
         time.sleep(_PAUSE)
+    for name, _, _ in reads:
+        agent.notify(name, box, b"")
 
 
 def wait_for(agent: NixlAgent, box: str, count: int) -> None:

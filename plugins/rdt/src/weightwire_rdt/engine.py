@@ -45,7 +45,7 @@ class ShardedRDTWeightTransferEngine(
     _ring: BufferRing | None = None
     _installer: Installer | None = None
     _depth = 1
-    _installing: tuple[int | None, Checksums] | None = None
+    _installing = False
 
     def connect(self, init_info: ShardedRDTWeightTransferInitInfo, deadline: Deadline) -> None:
         """Ask every trainer rank, and agree with all ranks how bytes travel.
@@ -110,6 +110,7 @@ class ShardedRDTWeightTransferEngine(
             TransferError: Not initialised.
             PeerLost: A trainer rank is gone.
             PeerStalled: One has had nothing ready for too long.
+            TransferError: Other bytes arrived than were sent.
         """
         link, plan, wanted = self._require_link(), self._plan, self._wanted
         if plan is None or wanted is None or self._wire is None:
@@ -121,7 +122,7 @@ class ShardedRDTWeightTransferEngine(
             {place: memory[target.name] for place, target in enumerate(plan.targets) if target.name in memory}
         )
         self._installer.begin()
-        self._installing = update_info.round, checksums
+        self._installing = True
         self._wire.begin_round(update_info.round or 0)
         Pulling(
             wanted.incoming,
@@ -134,22 +135,18 @@ class ShardedRDTWeightTransferEngine(
             checksums=checksums,
             number=lambda message: message_number(message.sender, link.worker, message.ordinal),
         ).run()
+        if checksums.enabled:
+            # The trainer ranks wait for this one's, before they ask for the end of the round.
+            self._installer.drain(self.deadline)
+            self._compare(update_info.round, checksums)
 
     def drain_pending(self) -> None:
-        """Wait until everything that was pulled is where it belongs; idempotent.
-
-        Raises:
-            TransferError: Other bytes arrived than were sent.
-        """
-        installing, self._installing = self._installing, None
-        if installing is None:
-            return
-        assert self._installer is not None and self._plan is not None
-        self._installer.drain(self.deadline)
-        number, checksums = installing
-        if checksums.enabled:
-            self._compare(number, checksums)
-        self.sink.landed(self._plan)
+        """Wait until everything that was pulled is where it belongs; idempotent."""
+        installing, self._installing = self._installing, False
+        if installing:
+            assert self._installer is not None and self._plan is not None
+            self._installer.drain(self.deadline)
+            self.sink.landed(self._plan)
 
     def _compare(self, number: int | None, checksums: Checksums) -> None:
         link, wanted = self._require_link(), self._wanted
@@ -183,7 +180,7 @@ class ShardedRDTWeightTransferEngine(
     def disconnect(self, *, error: BaseException | None = None) -> None:
         """Let go of the wire. Nothing is installed any more when this returns."""
         wire, self._wire = self._wire, None
-        self._installing = None
+        self._installing = False
         if self._installer is not None:
             self._installer.drop()
         self._ring = None

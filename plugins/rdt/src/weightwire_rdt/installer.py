@@ -56,6 +56,20 @@ class Installer:
                 self._unfinished -= 1
                 self._condition.notify_all()
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is not done."""
+        return self._unfinished > 0
+
+    def check(self) -> None:
+        """Raise what went wrong, if anything did.
+
+        Raises:
+            BaseException: What the first piece of work that failed raised.
+        """
+        if self._error is not None:
+            raise self._error
+
     def drain(self, deadline: Deadline) -> None:
         """Wait until everything is done.
 
@@ -64,8 +78,7 @@ class Installer:
         """
         with self._condition:
             deadline.wait_for(lambda: not self._unfinished, self._condition, "what arrived to be installed")
-        if self._error is not None:
-            raise self._error
+        self.check()
 
     def drop(self) -> None:
         """Do nothing more of what waits, and wait for what is being done."""

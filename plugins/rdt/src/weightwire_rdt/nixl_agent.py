@@ -21,6 +21,7 @@ from weightwire.errors import PeerLost, TransferError
 
 _MODULES: Final = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
 _BACKEND: Final = "UCX"
+_POLL_SECONDS: Final = 0.001
 _DONE: Final = "DONE"
 _FAILED: Final = "ERR"
 
@@ -168,16 +169,12 @@ class NixlAgent:
                 self._agent.send_notif(name, f"{box}\n".encode() + body)
             except Exception as error:
                 raise _lost(error) from error
+            self._sort()  # UCX sends when somebody looks
 
     def take(self, box: str) -> list[bytes]:
         """What has arrived in a box since it was last asked for."""
         with self._lock:
-            for messages in self._agent.get_new_notifs().values():
-                for message in messages:
-                    to, _, body = message.partition(b"\n")
-                    kept = self._boxes.get(to.decode(errors="replace"))
-                    if kept is not None:
-                        kept.append(body)
+            self._sort()
             kept = self._boxes.get(box)
             if not kept:
                 return []
@@ -185,20 +182,29 @@ class NixlAgent:
             kept.clear()
             return found
 
+    def poll(self) -> None:
+        """Have UCX send what waits, and sort what arrived."""
+        with self._lock:
+            self._sort()
+
+    def _sort(self) -> None:
+        for messages in self._agent.get_new_notifs().values():
+            for message in messages:
+                to, _, body = message.partition(b"\n")
+                kept = self._boxes.get(to.decode(errors="replace"))
+                if kept is not None:
+                    kept.append(body)
+
     # Reads
 
-    def read(
-        self, name: str, here: Iterable[Span], there: Iterable[Span], memory: tuple[str, str], box: str, body: bytes
-    ) -> Read:
-        """Begin to read memory of another agent; once it is here, `body` goes into its `box`.
+    def read(self, name: str, here: Iterable[Span], there: Iterable[Span], memory: tuple[str, str]) -> Read:
+        """Begin to read memory of another agent, which need not do anything for it.
 
         Args:
             name: The other agent.
             here: Registered memory of this process, of the same lengths as `there`.
             there: Registered memory of the other one.
             memory: Kinds of memory here and there, as of `memory_of`.
-            box: Box of the other agent.
-            body: Message.
 
         Raises:
             PeerLost: It is gone.
@@ -210,7 +216,7 @@ class NixlAgent:
                     self._agent.get_xfer_descs(list(map(tuple, here)), memory[0]),
                     self._agent.get_xfer_descs(list(map(tuple, there)), memory[1]),
                     name,
-                    f"{box}\n".encode() + body,
+                    b"",  # a notification of NIXL's own would have the read wait until the other process polls
                     [_BACKEND],
                 )
             except Exception as error:
@@ -221,6 +227,37 @@ class NixlAgent:
         except Exception as error:
             raise _lost(error) from error
         return Read(self, handle, state)
+
+
+class Polling:
+    """A thread that looks after an agent now and then: what is large leaves UCX only while somebody does.
+
+    Args:
+        agent: The agent.
+    """
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self._agent = agent
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, unless it has begun."""
+        if self._thread is None:
+            self._over.clear()
+            self._thread = threading.Thread(target=self._run, name="weightwire-rdt-poll", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(_POLL_SECONDS):
+            self._agent.poll()
+
+    def stop(self) -> None:
+        """End it, if it runs."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._over.set()
+            thread.join()
 
 
 class Read:

@@ -1,9 +1,10 @@
 """Chunks over NIXL: a trainer rank offers where they lie, and the worker reads them from there.
 
     trainer rank -> worker   offer: round, ordinal, spans, and what was registered since the last one
-    worker -> trainer rank   read: round, ordinal; NIXL delivers it once the bytes have arrived
+    worker -> trainer rank   read: round, ordinals
 
-Neither is a call, and the trainer rank's thread has no part in a read.
+Neither is a call. A read takes nothing of the trainer rank; it hears of it when it next looks, which a thread of its
+own does while a round lasts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from weightwire import faults
 from weightwire.deadline import Deadline
 from weightwire.errors import PeerLost, PeerStalled, TransferError
 from weightwire.packing import Pending
-from weightwire_rdt.nixl_agent import NixlAgent, Read, Span, memory_of, span_of
+from weightwire_rdt.nixl_agent import NixlAgent, Polling, Read, Span, memory_of, span_of
 from weightwire_rdt.pulling import Chunk
 from weightwire_rdt.registrations import Registrations
 
@@ -117,6 +118,7 @@ class NixlServing:
         self._round = 0
         self._next = dict.fromkeys(peers, 0)
         self._offered: dict[tuple[int, int], Sequence[Tensor]] = {}
+        self._polling = Polling(agent)
         agent.open_box(box)
 
     def begin_round(self, number: int) -> None:
@@ -125,6 +127,11 @@ class NixlServing:
         self._next = dict.fromkeys(self._peers, 0)
         self._offered.clear()
         self._registrations.sweep()
+        self._polling.start()
+
+    def end_round(self) -> None:
+        """It is over, however it ended."""
+        self._polling.stop()
 
     def send(self, buffers: Sequence[Tensor], to: Sequence[int], *, deadline: Deadline) -> Pending:
         """Offer the next chunk to the worker in `to`; the buffers may be used again once it is done.
@@ -198,9 +205,29 @@ class NixlServing:
 
     def close(self) -> None:
         """Let go of everything."""
+        self.end_round()
         self._agent.close_box(self._box)
         self._offered.clear()
         self._registrations.close()
+
+
+class _Reading:
+    """A read on its way, of which the trainer rank hears once it is done."""
+
+    def __init__(self, read: Read, tell: Callable[[], None]) -> None:
+        self._read = read
+        self._tell = tell
+        self._told = False
+
+    @property
+    def done(self) -> bool:
+        if not self._told and self._read.done:
+            self._told = True
+            self._tell()
+        return self._told
+
+    def abandon(self) -> None:
+        self._read.abandon()
 
 
 @dataclass(slots=True)
@@ -268,7 +295,7 @@ class NixlReading:
         names = ", ".join(self._peers[owner].label for owner in owners)
         self._patience.pause(deadline, f"{self._label} waits for {names} to have its next parameters ready")
 
-    def receive(self, chunks: Sequence[Chunk], owner: int) -> Read:
+    def receive(self, chunks: Sequence[Chunk], owner: int) -> _Reading:
         """Begin to read chunks that are `ready`.
 
         Raises:
@@ -290,9 +317,10 @@ class NixlReading:
         body = json.dumps([self._worker, self._round, [chunk.ordinal for chunk in chunks]]).encode()
         memory = (memory_of(chunks[0].buffers[0].device), offer.memory)
         try:
-            return self._agent.read(peer.agent, here, there, memory, peer.box, body)
+            read = self._agent.read(peer.agent, here, there, memory)
         except PeerLost as error:
             raise PeerLost(f"{peer.label}: {error.message}", transport="sharded_rdt", rank=self._label) from error
+        return _Reading(read, lambda: self._agent.notify(peer.agent, peer.box, body))
 
     def _check(self, peer: Peer, mine: Sequence[Span], theirs: Sequence[Span]) -> None:
         wanted, offered = [span.nbytes for span in mine], [span.nbytes for span in theirs]

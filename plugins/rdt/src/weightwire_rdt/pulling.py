@@ -130,9 +130,10 @@ class Pulling:
         try:
             while self._wanted or self._coming:
                 self._deadline.check()
+                self._installer.check()
                 if self._take() or self._ask():
                     continue
-                if self._coming:
+                if self._coming or self._installer.busy:
                     self._deadline.sleep(_PAUSE)
                 else:
                     self._wire.pause(self._deadline, sorted(self._wanted))
@@ -159,9 +160,7 @@ class Pulling:
         while waiting and nbytes < _TOGETHER and self._wire.ready(owner, waiting[0].ordinal):
             slot = None
             if not all(map(self._lands, waiting[0].segments)):
-                # The first may wait for the installer, unless it is chunks on their way that hold the buffers.
-                busy = places or self._coming
-                slot = self._ring.try_acquire() if busy else self._ring.acquire(self._deadline)
+                slot = self._ring.try_acquire()  # what is on its way or being installed gives its own back
                 if slot is None:
                     break
             message = waiting.popleft()

@@ -150,12 +150,20 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
 
     def transmit(self, number: int, deadline: Deadline) -> int:
         """Offer what was asked of this rank, and see it read; the rest is iterated so that gathers line up."""
-        assert self._wire is not None and self._outgoing is not None and self._ring is not None
+        wire = self._wire
+        assert wire is not None
+        wire.begin_round(number)
+        try:
+            return self._offer_all(wire, number, deadline)
+        finally:
+            wire.end_round()
+
+    def _offer_all(self, wire: NixlServing, number: int, deadline: Deadline) -> int:
+        assert self._outgoing is not None and self._ring is not None
         checksums = Checksums(enabled=self.init_info.checksum)
-        self._wire.begin_round(number)
         sending = Sending(
             self._outgoing,
-            self._wire,
+            wire,
             self._ring,
             offset=0,
             deadline=deadline,
@@ -166,7 +174,7 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
         assert self.source is not None
         offering = Offering(
             sending,
-            self._wire,
+            wire,
             [self._holding.groups[place] for place, _ in self.reader.owned],
             lookahead=None if self.source.resident() is not None else self.init_info.gather_lookahead,
             metadata=self.metadata,

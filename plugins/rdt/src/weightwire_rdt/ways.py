@@ -106,19 +106,21 @@ class _NixlAtWorker:
             stall=end.stall,
         )
         wire.begin_round(_PROOF_ROUND)
-        for owner in self._owners:
-            while not wire.ready(owner, 0):
-                wire.pause(deadline, [owner])
-            room = torch.zeros_like(proof(end.link, owner, self._worker))
-            arriving = wire.receive([Chunk(0, [room])], owner)
-            while not arriving.done:
-                wire.pause(deadline, [owner])
-            _check_proof(room, end.link, owner, self._worker)
-        for owner in self._owners:
-            # Only who polls makes progress: a last word of the trainer rank shows that it has heard of the read.
-            while not wire.ready(owner, 1):
-                wire.pause(deadline, [owner])
+        # What is read second is offered once the first is known to have been read: then both have heard of each other.
+        for ordinal in range(2):
+            for owner in self._owners:
+                self._prove(wire, owner, ordinal, deadline)
         return wire
+
+    def _prove(self, wire: NixlReading, owner: int, ordinal: int, deadline: Deadline) -> None:
+        link = self._end.link
+        while not wire.ready(owner, ordinal):
+            wire.pause(deadline, [owner])
+        room = torch.zeros_like(proof(link, owner, self._worker))
+        arriving = wire.receive([Chunk(ordinal, [room])], owner)
+        while not arriving.done:
+            wire.pause(deadline, [owner])
+        _check_proof(room, link, owner, self._worker)
 
 
 class NixlAtTrainer:
@@ -155,9 +157,9 @@ class NixlAtTrainer:
             stall=end.stall,
         )
         wire.begin_round(_PROOF_ROUND)
-        for worker in self._workers:
-            wire.send([proof(end.link, self._rank, worker)], [worker], deadline=deadline)
-        wire.flush(deadline)
-        for worker in self._workers:
-            wire.send([proof(end.link, self._rank, worker)], [worker], deadline=deadline)
+        for _ in range(2):
+            for worker in self._workers:
+                wire.send([proof(end.link, self._rank, worker)], [worker], deadline=deadline)
+            wire.flush(deadline)
+        wire.end_round()
         return wire
