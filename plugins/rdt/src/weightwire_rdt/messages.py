@@ -62,8 +62,8 @@ class ShardedRDTTrainerInitInfo(TrainerInitInfo):
     Attributes:
         num_consumers: How many workers pull; None asks the client.
         trainer_actor_namespace: Ray namespace in which the producers are named; None takes this process's own.
-        num_rdt_buffers: Chunks that a worker has on their way at a time; and as many buffers, of `buffer_bytes`, on
-            either side.
+        num_rdt_buffers: Reads that a worker has on their way at a time, of one or more chunks each; and as many
+            buffers, of `buffer_bytes`, on either side.
         gather_lookahead: How many layers beyond the one that is being pulled a rank may hold ready, where its source
             makes tensors as they are asked for.
         stall_timeout_s: Seconds in which nothing moves, after which whoever waits says whom it waited for.
