@@ -228,9 +228,6 @@ class Arrived:
             self._fill = []
         return not self._fill
 
-    def abandon(self) -> None:
-        self._fill = []
-
 
 class Inbound:
     """Chunks that are ready at some time, of each trainer rank in order, and arrive later."""

@@ -335,3 +335,24 @@ def test_reads_go_on_while_the_trainer_rank_does_something_else(two: list[Rank])
     pair.trainer.call(offer, 2, [50, 1 << 22])
     assert pair.worker.call(pull, {2: [50, 1 << 22]}, 3.0) == [expected(2, [50, 1 << 22])]
     pair.trainer.call(flush)
+
+
+class _Ending:
+    ended = False
+
+
+def wait_for_the_end(state: State) -> list[int]:
+    """How often it was told, after each step."""
+    agent, told, one, other = process_agent(), [0], _Ending(), _Ending()
+    agent.once_ended([one, other], lambda: told.__setitem__(0, told[0] + 1))
+    steps = [told[0]]
+    for ending in (one, other, other):
+        ending.ended = True
+        agent.poll()
+        steps.append(told[0])
+    agent.once_ended([], lambda: told.__setitem__(0, told[0] + 1))
+    return [*steps, told[0]]
+
+
+def test_what_is_still_on_its_way_is_kept_until_it_has_ended(two: list[Rank]) -> None:
+    assert two[0].call(wait_for_the_end) == [0, 0, 1, 1, 2]

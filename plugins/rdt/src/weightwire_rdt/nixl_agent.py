@@ -11,8 +11,8 @@ import os
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -81,6 +81,14 @@ def _api() -> Any:
     raise error
 
 
+class Ending(Protocol):
+    """What ends at some time."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has."""
+
+
 class NixlAgent:
     """Memory that others may read, reads of theirs, and short messages; every method may be called from any thread.
 
@@ -96,6 +104,7 @@ class NixlAgent:
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._boxes: dict[str, deque[bytes]] = {}
+        self._ending: list[tuple[Sequence[Ending], Callable[[], None]]] = []
         try:
             # Its thread would poll without a pause, and cost every process a core all the time, also one that trains or
             # answers. Whoever waits here polls anyway.
@@ -182,12 +191,26 @@ class NixlAgent:
             kept.clear()
             return found
 
+    def once_ended(self, reads: Sequence[Ending], then: Callable[[], None]) -> None:
+        """Call `then` when none of these reads is on its way any more, and keep them until then."""
+        with self._lock:
+            self._ending.append((reads, then))
+            self._settle()
+
+    def _settle(self) -> None:
+        over = [(reads, then) for reads, then in self._ending if all(one.ended for one in reads)]
+        self._ending = [pair for pair in self._ending if pair not in over]
+        for _, then in over:
+            then()
+
     def poll(self) -> None:
         """Have UCX send what waits, and sort what arrived."""
         with self._lock:
             self._sort()
 
     def _sort(self) -> None:
+        if self._ending:
+            self._settle()
         for messages in self._agent.get_new_notifs().values():
             for message in messages:
                 to, _, body = message.partition(b"\n")
@@ -273,6 +296,7 @@ class Read:
         self._agent = agent
         self._handle = handle
         self._state = state
+        self._failure: PeerLost | None = None
 
     @property
     def done(self) -> bool:
@@ -281,28 +305,33 @@ class Read:
         Raises:
             PeerLost: The other agent is gone.
         """
-        if self._handle is None:
-            return True
-        raw = self._agent._agent
         with self._agent._lock:
-            if self._state not in (_DONE, _FAILED):
-                try:
-                    self._state = raw.check_xfer_state(self._handle)
-                except Exception as error:
-                    raise _lost(error) from error
-            if self._state == _FAILED:
-                raise PeerLost("NIXL could not read: the other process is gone, or its memory is")
-            if self._state == _DONE:
-                handle, self._handle = self._handle, None
-                raw.release_xfer_handle(handle)
-        return self._handle is None
+            if self._handle is not None:
+                self._look()
+            if self._failure is not None:
+                raise self._failure
+            return self._handle is None
 
-    def abandon(self) -> None:
-        """Stop it, as far as NIXL can."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            with self._agent._lock:
-                self._agent._quietly(lambda: self._agent._agent.release_xfer_handle(handle))
+    def _look(self) -> None:
+        raw = self._agent._agent
+        try:
+            if self._state not in (_DONE, _FAILED):
+                self._state = raw.check_xfer_state(self._handle)
+            if self._state == _FAILED:
+                self._failure = PeerLost("NIXL could not read: the other process is gone, or its memory is")
+        except Exception as error:  # noqa: BLE001 - `_lost` tells NIXL's from others
+            self._state, self._failure = _FAILED, _lost(error)
+        if self._state in (_DONE, _FAILED):
+            handle, self._handle = self._handle, None
+            self._agent._quietly(lambda: raw.release_xfer_handle(handle))
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is written any more, for whatever reason."""
+        try:
+            return self.done
+        except PeerLost:
+            return True
 
 
 def _lost(error: Exception) -> PeerLost:

@@ -214,8 +214,9 @@ class NixlServing:
 class _Reading:
     """A read on its way, of which the trainer rank hears once it is done."""
 
-    def __init__(self, read: Read, tell: Callable[[], None]) -> None:
+    def __init__(self, read: Read, tell: Callable[[], None], kept: Sequence[Tensor]) -> None:
         self._read = read
+        self._kept = kept
         self._tell = tell
         self._told = False
 
@@ -226,8 +227,9 @@ class _Reading:
             self._tell()
         return self._told
 
-    def abandon(self) -> None:
-        self._read.abandon()
+    @property
+    def ended(self) -> bool:
+        return self._told or self._read.ended
 
 
 @dataclass(slots=True)
@@ -261,6 +263,7 @@ class NixlReading:
         self._round = 0
         self._offers: dict[tuple[int, int, int], _Offer] = {}
         self._patience = Patience(stall)
+        self._reads: list[_Reading] = []
         agent.open_box(box)
 
     def begin_round(self, number: int) -> None:
@@ -320,7 +323,12 @@ class NixlReading:
             read = self._agent.read(peer.agent, here, there, memory)
         except PeerLost as error:
             raise PeerLost(f"{peer.label}: {error.message}", transport="sharded_rdt", rank=self._label) from error
-        return _Reading(read, lambda: self._agent.notify(peer.agent, peer.box, body))
+        self._reads = [one for one in self._reads if not one.ended]
+        # What is written to must be kept for as long.
+        kept = [buffer for chunk in chunks for buffer in chunk.buffers]
+        reading = _Reading(read, lambda: self._agent.notify(peer.agent, peer.box, body), kept)
+        self._reads.append(reading)
+        return reading
 
     def _check(self, peer: Peer, mine: Sequence[Span], theirs: Sequence[Span]) -> None:
         wanted, offered = [span.nbytes for span in mine], [span.nbytes for span in theirs]
@@ -332,7 +340,8 @@ class NixlReading:
             )
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let go of everything; of the memory of reads that are still on their way once they have ended."""
         self._agent.close_box(self._box)
         self._offers.clear()
-        self._registrations.close()
+        going, self._reads = [one for one in self._reads if not one.ended], []
+        self._agent.once_ended(going, self._registrations.close)

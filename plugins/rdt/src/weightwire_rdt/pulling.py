@@ -40,9 +40,6 @@ class Arriving(Protocol):
             PeerLost: It will not come.
         """
 
-    def abandon(self) -> None:
-        """Stop it, as far as that is possible."""
-
 
 class Inbound(Protocol):
     """A worker's end of a wire."""
@@ -60,7 +57,7 @@ class Inbound(Protocol):
         """Wait a moment for any of these trainer ranks to have something ready."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let go of everything but the buffers of what is still on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +124,15 @@ class Pulling:
             PeerLost: A trainer rank is gone.
             PeerStalled: One has offered nothing for too long.
         """
-        try:
-            while self._wanted or self._coming:
-                self._deadline.check()
-                self._installer.check()
-                if self._take() or self._ask():
-                    continue
-                if self._coming or self._installer.busy:
-                    self._deadline.sleep(_PAUSE)
-                else:
-                    self._wire.pause(self._deadline, sorted(self._wanted))
-        except BaseException:
-            for coming in self._coming:
-                coming.arriving.abandon()
-            raise
+        while self._wanted or self._coming:
+            self._deadline.check()
+            self._installer.check()
+            if self._take() or self._ask():
+                continue
+            if self._coming or self._installer.busy:
+                self._deadline.sleep(_PAUSE)
+            else:
+                self._wire.pause(self._deadline, sorted(self._wanted))
 
     def _ask(self) -> bool:
         """Have the earliest chunk come that is ready, and what follows it; returns whether there is one."""
