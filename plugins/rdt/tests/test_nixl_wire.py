@@ -131,11 +131,11 @@ def ready(state: State, ordinal: int) -> bool:
 class Pair:
     """A trainer rank and a worker rank, linked."""
 
-    def __init__(self, lent: Sequence[Rank], stall: float = SECONDS) -> None:
+    def __init__(self, lent: Sequence[Rank], *, trainer: float = SECONDS, worker: float = SECONDS) -> None:
         self.trainer, self.worker = lent
         names = [rank.call(introduce) for rank in lent]
-        self.worker.call(open_wire, "worker", names[0], stall)
-        self.trainer.call(open_wire, "trainer", names[1], stall)
+        self.worker.call(open_wire, "worker", names[0], worker)
+        self.trainer.call(open_wire, "trainer", names[1], trainer)
         self.begin(1)
 
     def begin(self, number: int) -> None:
@@ -197,7 +197,7 @@ def test_memory_that_is_freed_and_comes_again_is_never_read_stale(two: list[Rank
 
 
 def test_a_reader_that_never_reads(two: list[Rank]) -> None:
-    pair = Pair(two, stall=0.3)
+    pair = Pair(two, trainer=0.3)
     pair.trainer.call(offer, 1, [50])
     with pytest.raises(
         PeerStalled, match=r"nothing has moved for 0\.3 s: trainer rank 0 waits for worker rank 0 to read"
@@ -220,7 +220,7 @@ def test_offers_of_an_earlier_round_are_not_there_any_more(two: list[Rank]) -> N
 
 
 def test_a_trainer_rank_that_offers_nothing(two: list[Rank]) -> None:
-    pair = Pair(two, stall=0.3)
+    pair = Pair(two, worker=0.3)
     with pytest.raises(PeerStalled, match="worker rank 0 waits for trainer rank 0 to have its next parameters ready"):
         pair.pull({0: [50]})
 
@@ -316,7 +316,7 @@ def offer_and_flush(state: State) -> None:
 
 
 def test_a_worker_that_died_before_something_was_offered(two: list[Rank]) -> None:
-    pair = Pair(two, stall=1.0)
+    pair = Pair(two, trainer=1.0)
     pair.trainer.call(offer, 1, [50])
     pair.pull({0: [50]})
     pair.worker.kill()
