@@ -35,6 +35,7 @@ def run(environment: dict[str, str], folder: Path, *options: str) -> list[tuple[
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(200)
 def test_in_a_cluster_that_is_there(cluster: Cluster, tmp_path: Path) -> None:
     first, second = run(cluster.variables, tmp_path, "--trainers", "1", "--workers", "1", "--steps", "2")
     assert (first[0], first[3], second[0], second[3]) == ("1", "1", "2", "2")

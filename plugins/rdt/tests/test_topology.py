@@ -24,12 +24,14 @@ from core.tests.sharded_fleet import (
     whole,
 )
 from plugins.rdt.tests.fleet import Trainers
+from weightwire import LocalClient, ModuleSource, WeightTransferTrainerFactory, Worker
 from weightwire.clients.fanout import FanoutClient
 from weightwire.errors import TransferError, UpdateRefused
 from weightwire.layout import ParamMeta, Replicate, Shard
 from weightwire.source import WeightSource
 from weightwire.testing.fixtures import BorrowRanks
 from weightwire.testing.pool_process import Rank
+from weightwire_rdt.messages import ShardedRDTTrainerInitInfo
 
 State = dict[str, Any]
 SMALL = {"buffer_bytes": 256, "direct_bytes": 64}
@@ -246,3 +248,24 @@ def test_a_worker_that_drops_out_and_one_that_comes_late(ranks: BorrowRanks) -> 
     assert len(sent_by(report, "worker rank")) == 2
     assert sum(sent_by(report, "trainer rank")) == 2 * NBYTES
     fleet.close()
+
+
+# In one process, in which the agent reads from itself while others use it
+
+
+def serve_itself(state: State) -> list[bool]:
+    found = []
+    for _ in range(8):
+        trained, served = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        info = ShardedRDTTrainerInitInfo(timeout=20.0)
+        engine = WeightTransferTrainerFactory.trainer_init(
+            info, client=LocalClient(Worker(served)), source=ModuleSource(trained)
+        )
+        engine.send_weights()
+        found.append(torch.equal(trained.weight, served.weight))
+        engine.shutdown()
+    return found
+
+
+def test_a_trainer_that_serves_itself(ranks: BorrowRanks) -> None:
+    assert ranks(1)[0].call(serve_itself) == [True] * 8

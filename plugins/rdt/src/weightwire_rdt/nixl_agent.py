@@ -108,7 +108,9 @@ class NixlAgent:
         try:
             # Its thread would poll without a pause, and cost every process a core all the time, also one that trains or
             # answers. Whoever waits here polls anyway.
-            config = api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
+            # Reads are begun without our lock, so that others can use the agent meanwhile: its own must hold.
+            strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND], sync_mode=strict)
             self._agent = api.nixl_agent(self.name, config)
         except Exception as error:
             raise TransferError(f"NIXL's agent cannot be made: {error}") from error
