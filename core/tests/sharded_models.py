@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from core.tests.sharded_fleet import Pairs, State
+from core.tests.sharded_fleet import Pairs, State, digests, held, sent_by
 from weightwire.source import ModuleSource, WeightSource
+from weightwire.testing.pool_process import Rank
 
 HIDDEN, HEADS, INTERMEDIATE, VOCABULARY = 8, 12, 10, 14
 
@@ -140,3 +141,16 @@ class Served(nn.Module):
 
 def served(state: State, index: int, count: int) -> nn.Module:
     return Served(index, count)
+
+
+def check_served(report: dict[str, Any], workers: list[Rank], seed: int) -> None:
+    """Hold a server's ranks against plain loading, and the report against the fewest bytes that can be moved."""
+    tensors = policy_tensors(seed)
+    for index, rank in enumerate(workers):
+        expected = Served(index, len(workers))
+        expected.load_weights(tensors.items())
+        assert rank.call(held) == digests(expected)
+    halves = sum(tensor.nbytes for name, tensor in tensors.items() if "norm" not in name)
+    norms = sum(tensor.nbytes for name, tensor in tensors.items() if "norm" in name)
+    assert sum(sent_by(report, "worker rank")) == halves + len(workers) * norms
+    assert sum(sent_by(report, "trainer rank")) == halves + len(workers) * norms

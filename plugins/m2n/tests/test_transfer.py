@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,15 @@ from core.tests.sharded_fleet import (
     serve,
     whole,
 )
-from core.tests.sharded_models import HIDDEN, Served, flat, hybrid, policy_tensors, served, sharded, two_ways
+from core.tests.sharded_models import (
+    HIDDEN,
+    check_served,
+    flat,
+    hybrid,
+    served,
+    sharded,
+    two_ways,
+)
 from core.tests.sink_models import same_bits
 from plugins.m2n.tests.fleet import Trainers
 from weightwire.clients.fanout import FanoutClient
@@ -39,18 +46,6 @@ from weightwire.layout import ParamMeta, Placement, Replicate, Shard, total_byte
 from weightwire.source import WeightSource
 from weightwire.testing.fixtures import BorrowRanks
 from weightwire.testing.pool_process import Rank
-
-
-def check_served(report: dict[str, Any], workers: list[Rank], seed: int) -> None:
-    tensors = policy_tensors(seed)
-    for index, rank in enumerate(workers):
-        expected = Served(index, len(workers))
-        expected.load_weights(tensors.items())
-        assert rank.call(held) == digests(expected)
-    halves = sum(tensor.nbytes for name, tensor in tensors.items() if "norm" not in name)
-    norms = sum(tensor.nbytes for name, tensor in tensors.items() if "norm" in name)
-    assert sum(sent_by(report, "worker rank")) == halves + len(workers) * norms
-    assert sum(sent_by(report, "trainer rank")) == halves + len(workers) * norms
 
 
 @pytest.mark.parametrize("shard", [flat, hybrid, two_ways])

@@ -25,9 +25,9 @@ from weightwire.resharding.demands import Demand, Workers
 from weightwire.resharding.incoming import Incoming, Landing, incoming_of
 from weightwire.resharding.outgoing import Sending, merged, new_ring
 from weightwire.resharding.planner import Plan
+from weightwire.resharding.receipts import message_number
 from weightwire_rdt.holdings import groups_of, holding_of, layouts_of, outgoing_of, write_request
 from weightwire_rdt.installer import Installer
-from weightwire_rdt.meeting import message_number
 from weightwire_rdt.pulling import Chunk, Pulling
 from weightwire_rdt.requests import Holding
 

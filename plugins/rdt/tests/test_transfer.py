@@ -4,29 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
 
 from core.tests.distributed_ranks import process_group
-from core.tests.sharded_fleet import details_of, digests, held, sent_by, serve
-from core.tests.sharded_models import HIDDEN, Served, flat, hybrid, policy_tensors, served, sharded, two_ways
+from core.tests.sharded_fleet import details_of, serve
+from core.tests.sharded_models import (
+    HIDDEN,
+    check_served,
+    flat,
+    hybrid,
+    served,
+    sharded,
+    two_ways,
+)
 from plugins.rdt.tests.fleet import Trainers
 from weightwire.testing.fixtures import BorrowRanks
-from weightwire.testing.pool_process import Rank
-
-
-def check_served(report: dict[str, Any], workers: list[Rank], seed: int) -> None:
-    tensors = policy_tensors(seed)
-    for index, rank in enumerate(workers):
-        expected = Served(index, len(workers))
-        expected.load_weights(tensors.items())
-        assert rank.call(held) == digests(expected)
-    halves = sum(tensor.nbytes for name, tensor in tensors.items() if "norm" not in name)
-    norms = sum(tensor.nbytes for name, tensor in tensors.items() if "norm" in name)
-    assert sum(sent_by(report, "worker rank")) == halves + len(workers) * norms
-    assert sum(sent_by(report, "trainer rank")) == halves + len(workers) * norms
 
 
 @pytest.mark.parametrize("shard", [flat, hybrid, two_ways])

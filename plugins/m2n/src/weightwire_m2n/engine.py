@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from weightwire.checksums import Checksums
@@ -13,11 +12,12 @@ from weightwire.errors import PlanOutdated
 from weightwire.fleet import Fleet
 from weightwire.load_plan import LoadPlan
 from weightwire.packing import BufferRing
-from weightwire.resharding.incoming import Incoming, Message, Receiving, incoming_of
+from weightwire.resharding.incoming import Incoming, Receiving, incoming_of
+from weightwire.resharding.receipts import compare_received, message_number
 from weightwire.sink import UpdateSpec
 from weightwire_m2n.messages import M2NWeightTransferInitInfo, M2NWeightTransferUpdateInfo, message_bytes
 from weightwire_m2n.planning import Share, Shares
-from weightwire_m2n.routing import message_number, receiving_worker, routes
+from weightwire_m2n.routing import routes
 
 _LISTED = 20
 
@@ -129,18 +129,9 @@ class M2NWeightTransferEngine(WeightTransferEngine[M2NWeightTransferInitInfo, M2
     def _compare(self, number: int | None, checksums: Checksums) -> None:
         link, share = self._require_link(), self._share
         assert share is not None
-        names = {
-            message_number(message.sender, link.worker, message.ordinal): self._names(message)
-            for message in share.part.messages
-        }
         payloads = link.gather(f"checksum-{number}", self.deadline)
-        for rank in link.info.senders:
-            sent = {key: value for key, value in payloads[rank].items() if receiving_worker(int(key)) == link.worker}
-            checksums.compare(sent, names.__getitem__, transport=self.backend)
-
-    def _names(self, message: Message) -> Sequence[str]:
-        metadata = self._require_link().metadata
-        return [metadata[place].name for place in message.parameters]
+        sent = [payloads[rank] for rank in link.info.senders]
+        compare_received(checksums, sent, share.part.messages, link.worker, link.metadata, transport=self.backend)
 
     def report_details(self) -> dict[str, Any]:
         """What the model could only take in full and what nothing filled, the first few of each."""

@@ -12,11 +12,12 @@ from weightwire.fleet import owners_of
 from weightwire.packing import BufferRing
 from weightwire.report import ProgressEvent
 from weightwire.resharding.outgoing import Outgoing, Sending, new_ring, outgoing_of
+from weightwire.resharding.receipts import message_number
 from weightwire.trainer import TrainerWeightTransferEngine
 from weightwire_m2n.layout_files import write_source_layout, write_worker_layouts
 from weightwire_m2n.messages import M2NTrainerInitInfo, message_bytes
 from weightwire_m2n.planning import Share, Shares
-from weightwire_m2n.routing import message_number, routes
+from weightwire_m2n.routing import routes
 
 _NO_LIMIT: Final = 86400.0
 """Seconds; every operation ends with its deadline anyway."""

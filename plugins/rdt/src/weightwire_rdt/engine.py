@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from weightwire.checksums import Checksums
@@ -12,11 +11,12 @@ from weightwire.errors import PlanOutdated, WeightwireError
 from weightwire.link import Link
 from weightwire.load_plan import LoadPlan
 from weightwire.packing import BufferRing
-from weightwire.resharding.incoming import Landing, Message
+from weightwire.resharding.incoming import Landing
+from weightwire.resharding.receipts import compare_received, message_number
 from weightwire.sink import UpdateSpec
 from weightwire_rdt.asking import Wanted, ask, wanted_of
 from weightwire_rdt.installer import Installer
-from weightwire_rdt.meeting import Meeting, available, mask_of, message_number, receiving_worker
+from weightwire_rdt.meeting import Meeting, available, mask_of
 from weightwire_rdt.messages import ShardedRDTWeightTransferInitInfo, ShardedRDTWeightTransferUpdateInfo
 from weightwire_rdt.pulling import Inbound, Pulling
 from weightwire_rdt.ways import worker_ways
@@ -151,18 +151,10 @@ class ShardedRDTWeightTransferEngine(
     def _compare(self, number: int | None, checksums: Checksums) -> None:
         link, wanted = self._require_link(), self._wanted
         assert wanted is not None
-        names = {
-            message_number(message.sender, link.worker, message.ordinal): self._names(message)
-            for message in wanted.incoming.messages
-        }
         payloads = link.gather(f"checksum-{number}", self.deadline)
-        for rank in range(link.info.trainers):
-            sent = {key: value for key, value in payloads[rank].items() if receiving_worker(int(key)) == link.worker}
-            checksums.compare(sent, names.__getitem__, transport=self.backend)
-
-    def _names(self, message: Message) -> Sequence[str]:
-        metadata = self._require_link().metadata
-        return [metadata[place].name for place in message.parameters]
+        sent = [payloads[rank] for rank in range(link.info.trainers)]
+        messages = wanted.incoming.messages
+        compare_received(checksums, sent, messages, link.worker, link.metadata, transport=self.backend)
 
     def report_details(self) -> dict[str, Any]:
         """How the bytes came, from whom, and what the model could only take in full."""

@@ -28,16 +28,6 @@ def mask_of(taken: Sequence[int]) -> str:
     return hex(sum(1 << place for place in taken))
 
 
-def message_number(sender: int, worker: int, ordinal: int) -> int:
-    """What a chunk is called in checksums."""
-    return (sender << 64) + (worker << 32) + ordinal
-
-
-def receiving_worker(number: int) -> int:
-    """The worker rank that chunk `number` went to."""
-    return number >> 32 & 0xFFFFFFFF
-
-
 class Way(Protocol[Wire_co]):
     """One way for bytes, as one rank tries it."""
 

@@ -13,11 +13,12 @@ from weightwire.fleet import owners_of, trainer_count
 from weightwire.packing import BufferRing
 from weightwire.report import ProgressEvent
 from weightwire.resharding.outgoing import Outgoing, Sending, merged, new_ring
+from weightwire.resharding.receipts import message_number
 from weightwire.trainer import TrainerWeightTransferEngine
 from weightwire_rdt import cluster
 from weightwire_rdt.asking import link_name
 from weightwire_rdt.holdings import holding_of, outgoing_of
-from weightwire_rdt.meeting import Meeting, available, message_number
+from weightwire_rdt.meeting import Meeting, available
 from weightwire_rdt.messages import ShardedRDTTrainerInitInfo
 from weightwire_rdt.nixl_wire import NixlServing
 from weightwire_rdt.offering import Offering
