@@ -20,7 +20,7 @@ from plugins.m2n.tests.random_scenes import Scene, Wire, loaded, memories, rando
 from weightwire.region import Region
 from weightwire.region_boxes import whole
 from weightwire.resharding.demands import Demand, Workers
-from weightwire.resharding.moves import Moves, cut_messages
+from weightwire.resharding.moves import Beside, Moves, cut_messages
 from weightwire.resharding.planner import Plan
 from weightwire.resharding.source_layout import SourceLayout
 
@@ -216,3 +216,13 @@ def test_the_digest_tells_groups_apart() -> None:
     wanted = Workers.of([[Demand(0, whole((10,)), 0, whole((10,)))]])
     digests = {Plan(layouts, 1, wanted, groups=groups, ordinal=0).digest for groups in (None, [0, 0], [0, 1])}
     assert len(digests) == 3
+
+
+def test_moves_that_need_no_room_in_a_buffer() -> None:
+    nbytes = np.array([8, 40, 40, 8, 100, 8, 16])
+    beside = Beside(nbytes >= 32, 80)
+    ones, zeros = np.ones(7, np.int64), np.zeros(7, np.int64)
+    message, place = cut_messages(zeros, nbytes, ones, most=16, large=32, beside=beside)
+    assert message.tolist() == [0, 0, 0, 0, 1, 1, 2]
+    assert [place[at] for at in (0, 3, 5, 6)] == [0, 8, 0, 0]
+    assert cut_messages(zeros, nbytes, ones, most=16, large=32)[0].tolist() == [0, 1, 2, 3, 4, 5, 6]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from random import Random
 
 import numpy as np
@@ -22,7 +23,7 @@ from weightwire.packing import BufferRing
 from weightwire.region import Region
 from weightwire.region_boxes import whole as everything
 from weightwire.resharding.demands import Demand, Workers
-from weightwire.resharding.incoming import Incoming, Landing, incoming_of
+from weightwire.resharding.incoming import Incoming, Landing, incoming_of, separated
 from weightwire.resharding.outgoing import Sending, merged, new_ring
 from weightwire.resharding.planner import Plan
 from weightwire.resharding.receipts import message_number
@@ -98,6 +99,7 @@ class Pulls:
     scene: Scene
     whole: bool
     direct: int
+    beside: int | None = None
 
     @classmethod
     def random(cls, random: Random) -> Pulls:
@@ -105,7 +107,8 @@ class Pulls:
         names = [f"model.layers.{random.randrange(3)}.w{at}" if random.random() < 0.7 else f"w{at}" for at in range(9)]
         named = zip(names, scene.metadata, strict=False)
         scene.metadata = [dataclasses.replace(meta, name=name) for name, meta in named]
-        return cls(scene, random.random() < 0.3, random.choice([1, 16, 48, 100, 5000]))
+        direct, beside = random.choice([1, 16, 48, 100, 5000]), random.choice([None, 1, 100, 2000])
+        return cls(scene, random.random() < 0.3, direct, beside)
 
     def ask(self, worker: int) -> Asked:
         scene = self.scene
@@ -116,6 +119,7 @@ class Pulls:
             buffer=scene.buffer,
             large=min(self.direct, scene.buffer),
             groups=groups_of(scene.metadata),
+            beside=self.beside,
             ordinal=worker,
         )
         incoming, moves = incoming_of(plan, scene.metadata, 0), plan.for_worker(0)
@@ -246,7 +250,11 @@ class Inbound:
     def receive(self, chunks: Sequence[Chunk], owner: int) -> Arrived:
         fill: list[tuple[Tensor, bytes]] = []
         for chunk in chunks:
-            fill += zip(chunk.buffers, self._wires[owner].chunks.pop((self._worker, chunk.ordinal)), strict=True)
+            content = b"".join(self._wires[owner].chunks.pop((self._worker, chunk.ordinal)))
+            ends = list(accumulate(buffer.numel() for buffer in chunk.buffers))
+            assert ends[-1] == len(content)
+            starts = [0, *ends[:-1]]
+            fill += [(buffer, content[a:b]) for buffer, a, b in zip(chunk.buffers, starts, ends, strict=True)]
         self.on_their_way = [one for one in self.on_their_way if one._fill]
         self.on_their_way.append(Arrived(self._random, fill))
         self.most = max(self.most, len(self.on_their_way))
@@ -295,7 +303,8 @@ def test_chunks_that_come_in_any_order(seed: int, depth: int) -> None:
         memory, inbound = memories(pulls.scene, worker), Inbound(random, worker, wires)
         checksums = Checksums(enabled=random.random() < 0.5)
         installer.begin()
-        pull(one.incoming, inbound, landing(memory), installer, depth, deadline, pulls.scene.buffer, checksums)
+        incoming = separated(one.incoming) if random.random() < 0.7 else one.incoming
+        pull(incoming, inbound, landing(memory), installer, depth, deadline, pulls.scene.buffer, checksums)
         installer.drain(deadline)
         check_equal(memory, loaded(pulls.scene, worker, full))
         assert inbound.most <= depth
@@ -340,6 +349,22 @@ def test_a_request_in_full() -> None:
     whole = Pulls(scene, whole=True, direct=16).ask(0)
     assert [one.count("layers.0.w") for one in whole.requests] == [1, 0]
     assert "[[0,3,[4,3],[6,1]]]" in whole.requests[0]
+
+
+def test_a_piece_that_goes_backwards() -> None:
+    """The second and third elements of a transposed matrix, on one rank: they change places."""
+    metadata = [ParamMeta("w", torch.bfloat16, (4,))]
+    transposed = Demand(0, Region(0, (2, 2), (2, 1)), 27, Region(0, (2, 2), (1, 2)))
+    middle = Demand(0, Region(1, (2,), (1,)), 28, everything((2,)))
+    scene = Scene(metadata, 1, [[transposed, middle]], buffer=64, large=16)
+    pulls = Pulls(scene, whole=False, direct=16)
+    full, asked = tensors(scene), pulls.ask(0)
+    wire, memory = pulls.serve(0, [asked], full, Random(1)), memories(scene, 0)
+    assert any(write.flipped for one in asked.incoming.messages for part in one.segments for write in part.writes)
+    for message in asked.incoming.messages:
+        for segment, content in zip(message.segments, wire.chunks[0, message.ordinal], strict=True):
+            landing(memory).install(segment, torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    check_equal(memory, loaded(scene, 0, full))
 
 
 def test_a_piece_between_the_size_of_a_buffer_and_of_what_is_read_in_place() -> None:

@@ -26,6 +26,10 @@ from weightwire.testing.pool_process import Rank
 from weightwire_rdt import RayWorkerGroup
 from weightwire_rdt.worker_actor import function_named
 
+# Ray starts a process for each actor, which imports torch: ten seconds on an idle machine, and many on one that is not.
+STARTING = 110
+pytestmark = pytest.mark.timeout(250)
+
 
 def expected(seed: int) -> list[dict[str, str]]:
     models = [Served(rank, 2) for rank in range(2)]
@@ -76,7 +80,7 @@ def check_what_is_refused(driver: Rank) -> None:
 
 def test_two_workers_from_start_to_end(ranks: BorrowRanks) -> None:
     (driver,) = ranks(1)
-    driver.call(start, 2, timeout=50)
+    driver.call(start, 2, timeout=STARTING)
     assert driver.call(ask, "get_world_size") == 2
     driver.call(send, 1, "step-1")
     assert driver.call(ask, "checksums") == expected(1)
@@ -95,10 +99,10 @@ def test_two_workers_from_start_to_end(ranks: BorrowRanks) -> None:
 @pytest.mark.thorough
 def test_an_actor_that_ray_makes_again(ranks: BorrowRanks) -> None:
     (driver,) = ranks(1)
-    driver.call(start, 2, 1, timeout=50)
+    driver.call(start, 2, 1, timeout=STARTING)
     driver.call(send, 1, "step-1")
     driver.call(kill_worker, 1, True)
-    assert driver.call(send_when_back, 2, "step-2", timeout=50)["reinitialised"]
+    assert driver.call(send_when_back, 2, "step-2", timeout=STARTING)["reinitialised"]
     assert driver.call(ask, "checksums") == expected(2)
     driver.call(stop)
 

@@ -60,7 +60,7 @@ def start(state: State, count: int, restarts: int = 0) -> None:
         {"zeroed": True},
         actor=Answering,
         place=lambda rank: {**room.options(rank), "max_restarts": restarts},
-        timeout=40,
+        timeout=100,
     )
     state["source"] = HeldSource(Policy())
     state["trainer"] = WeightTransferTrainerFactory.trainer_init(
@@ -108,7 +108,7 @@ def kill_worker(state: State, rank: int, restart: bool = False) -> None:
 
 def send_when_back(state: State, seed: int, label: str) -> dict[str, Any]:
     """Send as soon as no worker is lost any more; one has to be, first."""
-    deadline = Deadline(40, what="the worker to be back")
+    deadline = Deadline(100, what="the worker to be back")
     lost = 0
     while True:
         try:
@@ -130,7 +130,7 @@ def stop(state: State) -> None:
 
 def refused_group(state: State, builder: str) -> None:
     """Start workers whose builder is not there."""
-    RayWorkerGroup.start(builder, 1, timeout=30, worker_options={})
+    RayWorkerGroup.start(builder, 1, timeout=100, worker_options={})
 
 
 def crowd(state: State) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,10 @@ from weightwire.source import as_bytes
 
 
 class Write(NamedTuple):
-    """`target.as_strided(sizes, strides, offset).copy_(piece.view(piece_sizes))`, which repeats it in front."""
+    """`target.as_strided(sizes, strides, offset).copy_(piece.view(piece_sizes).flip(flipped))`, which repeats it.
+
+    A piece of a transposed tensor may go backwards along an axis of its target; torch has no negative strides.
+    """
 
     target: int
     offset: int
@@ -34,6 +38,7 @@ class Write(NamedTuple):
     nbytes: int
     itemsize: int
     dense: bool  # it writes contiguous bytes, once
+    flipped: tuple[int, ...]  # axes of the piece
 
 
 class Segment(NamedTuple):
@@ -95,6 +100,33 @@ def incoming_of(plan: Plan, metadata: Sequence[ParamMeta], rank: int) -> Incomin
     return Incoming(messages, sum(nbytes))
 
 
+def separated(incoming: Incoming) -> Incoming:
+    """The same with every piece that is contiguous where it goes as a segment of its own, which is straight.
+
+    For a receiver that takes bytes from where they lie together to many places at once.
+    """
+    messages = [
+        replace(message, segments=tuple(part for segment in message.segments for part in _parts(segment)))
+        for message in incoming.messages
+    ]
+    return Incoming(messages, incoming.nbytes)
+
+
+def _parts(segment: Segment) -> Iterator[Segment]:
+    if segment.straight:
+        yield segment
+        return
+    # Pieces lie next to each other; each is written at least once, and those of one begin at the same byte.
+    pieces = [tuple(writes) for _, writes in groupby(segment.writes, lambda write: write.place)]
+    for straight, run in groupby(range(len(pieces)), lambda at: len(pieces[at]) == 1 and pieces[at][0].dense):
+        places = list(run)
+        for part in [[at] for at in places] if straight else [places]:
+            first, last = pieces[part[0]][0], pieces[part[-1]][0]
+            writes = tuple(write for at in part for write in pieces[at])
+            rows = tuple(segment.rows[at] for at in part)
+            yield Segment(first.place, last.place + last.nbytes, writes, straight, rows)
+
+
 def _writes(moves: Moves, writes: Writes, metadata: Sequence[ParamMeta]) -> list[list[Write]]:
     """The writes of each move."""
     parameter, nbytes, place, sizes = (
@@ -105,19 +137,22 @@ def _writes(moves: Moves, writes: Writes, metadata: Sequence[ParamMeta]) -> list
     for row, target, offset, strides, repeat_sizes, repeat_strides in zip(
         *(column.tolist() for column in columns), strict=True
     ):
-        own = stripped(sizes[row], strides)
+        backwards = sum((size - 1) * stride for size, stride in zip(sizes[row], strides, strict=True) if stride < 0)
+        sized, signed = stripped(sizes[row], strides)
+        own = sized, tuple(map(abs, signed))
         again = stripped(repeat_sizes, repeat_strides)
         found[row].append(
             Write(
                 target,
-                offset,
+                offset + backwards,
                 again[0] + own[0],
                 again[1] + own[1],
                 own[0],
                 place[row],
                 nbytes[row],
                 metadata[parameter[row]].dtype.itemsize,
-                not again[0] and dense(*own),
+                not again[0] and dense(sized, signed),
+                tuple(axis for axis, stride in enumerate(signed) if stride < 0),
             )
         )
     return found
@@ -136,6 +171,10 @@ class Landing:
     def device(self, write: Write) -> torch.device:
         """Where a write goes."""
         return self._bytes[write.target].device
+
+    def targets_on(self, device: torch.device) -> frozenset[int]:
+        """The targets whose memory is there."""
+        return frozenset(target for target, flat in self._bytes.items() if flat.device == device)
 
     def place(self, write: Write) -> Tensor:
         """Where a dense write goes, as bytes."""
@@ -156,7 +195,8 @@ class Landing:
             return
         flat = as_integers(self._bytes[write.target], write.itemsize)
         part = flat.as_strided(write.sizes, write.strides, flat.storage_offset() + write.offset)
-        part.copy_(as_integers(piece, write.itemsize).view(write.piece_sizes))
+        plain = as_integers(piece, write.itemsize).view(write.piece_sizes)
+        part.copy_(plain.flip(write.flipped) if write.flipped else plain)
 
 
 @dataclass(slots=True)

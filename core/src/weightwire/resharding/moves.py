@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,8 +132,26 @@ def segments(nbytes: Sequence[int], large: int) -> list[list[int]]:
     return [small, *alone] if small else alone
 
 
+class Beside(NamedTuple):
+    """Moves that need no room in a buffer, since they travel from where they lie to where they belong.
+
+    Attributes:
+        moves: For each move whether it is one; it must be large.
+        most: Bytes of them that a message may have, unless it is one move.
+    """
+
+    moves: NDArray[np.bool_]
+    most: int
+
+
 def cut_messages(
-    pair: Integers, nbytes: Integers, itemsize: Integers, most: int, large: int, group: Integers | None = None
+    pair: Integers,
+    nbytes: Integers,
+    itemsize: Integers,
+    most: int,
+    large: int,
+    group: Integers | None = None,
+    beside: Beside | None = None,
 ) -> tuple[Integers, Integers]:
     """Cut the moves of each pair, in order, into messages of at most `most` bytes; a larger move is one by itself.
 
@@ -143,27 +162,33 @@ def cut_messages(
         most: Bytes.
         large: Bytes from which on a move is a segment of its own.
         group: Of each move; a message is within one. None where all are of one.
+        beside: Moves that do not count towards `most`. None where all do.
 
     Returns:
         For each move the ordinal of its message within its pair, and where it is put if it is packed into a buffer of
-        `most` bytes: small ones from its beginning, large ones from its end.
+        `most` bytes: small ones from its beginning, large ones from its end, those beside it behind it.
     """
     message, place = np.zeros(len(pair), np.int64), np.zeros(len(pair), np.int64)
-    # Of each pair: the messages begun, where small ones end, where large ones begin, the group.
-    state: dict[int, tuple[int, int, int, int]] = {}
+    # Of each pair: the messages begun, where small ones end, where large ones begin, bytes beside them, the group.
+    state: dict[int, tuple[int, int, int, int, int]] = {}
     within = np.zeros(len(pair), np.int64) if group is None else group
-    rows = zip(pair.tolist(), nbytes.tolist(), itemsize.tolist(), within.tolist(), strict=True)
-    for row, (key, size, aligned, mine) in enumerate(rows):
-        begun, low, high, present = state.get(key, (0, most, 0, mine))
+    free = np.zeros(len(pair), np.bool_) if beside is None else beside.moves
+    limit = 0 if beside is None else beside.most
+    rows = zip(pair.tolist(), nbytes.tolist(), itemsize.tolist(), within.tolist(), free.tolist(), strict=True)
+    for row, (key, size, aligned, mine, apart) in enumerate(rows):
+        begun, low, high, extra, present = state.get(key, (0, most, 0, limit, mine))
         room = size if size < large else size + -size % _ALIGNMENT
-        if low + room > high or (size < large and low % aligned) or mine != present:
-            begun, low, high = begun + 1, 0, max(most - most % _ALIGNMENT, room)
-        if size < large:
+        full = extra + size > limit if apart else low + room > high or (size < large and low % aligned)
+        if full or mine != present:
+            begun, low, high, extra = begun + 1, 0, max(most - most % _ALIGNMENT, 0 if apart else room), 0
+        if apart:
+            place[row], extra = most, extra + size
+        elif size < large:
             place[row], low = low, low + size
         else:
             high -= room
             place[row] = high
-        message[row], state[key] = begun - 1, (begun, low, high, mine)
+        message[row], state[key] = begun - 1, (begun, low, high, extra, mine)
     return message, place
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from weightwire.resharding.classes import Block
 from weightwire.resharding.demands import Wanted
-from weightwire.resharding.moves import Moves, Writes, cut_messages
+from weightwire.resharding.moves import Beside, Moves, Writes, cut_messages
 from weightwire.resharding.source_layout import Integers
 
 Entry = tuple[int, int, int, int]
@@ -23,6 +23,7 @@ def assemble(
     buffer: int,
     large: int,
     groups: Integers | None = None,
+    beside: int | None = None,
 ) -> Moves:
     """The moves of entries in their order, cut into messages.
 
@@ -34,6 +35,7 @@ def assemble(
         buffer: Bytes of a message at most.
         large: Bytes from which on a move is a segment of its own.
         groups: Of each parameter; None where all are of one.
+        beside: Bytes of a message besides `buffer`, of large moves that are contiguous on either side.
     """
     lengths = np.array([len(each.rows) for each in blocks], np.int64)
     keys = np.repeat(np.array(entries, np.int64).reshape(-1, 4), lengths, axis=0)
@@ -42,7 +44,15 @@ def assemble(
     piece, nbytes, direct, itemsize, offset = rows[:, :5].T.copy()
     sizes, strides = rows[:, 5 : 5 + axes[0]].copy(), rows[:, 5 + axes[0] :].copy()
     pair = sender * (int(receiver.max(initial=0)) + 1) + receiver
-    message, place = cut_messages(pair, nbytes, itemsize, buffer, large, None if groups is None else groups[parameter])
+    message, place = cut_messages(
+        pair,
+        nbytes,
+        itemsize,
+        buffer,
+        large,
+        None if groups is None else groups[parameter],
+        None if beside is None else Beside((direct == 1) & (nbytes >= large), beside),
+    )
     writes = None if wanted is None else _writes(lengths, blocks, wanted, axes)
     return Moves(
         parameter, cell, sender, receiver, piece, nbytes, direct, offset, sizes, strides, message, place, writes

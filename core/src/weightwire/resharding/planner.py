@@ -78,6 +78,8 @@ class Plan:
         buffer: Bytes of a message at most, unless it is one contiguous move.
         large: Bytes from which on a move travels by itself within its message, see `segments`.
         groups: Of each parameter: a message is within one. None where all are of one.
+        beside: Bytes that a message may have besides `buffer`, of large moves that are contiguous on either side. None
+            where these count like the others.
         ordinal: Of a worker that plans alone, among those that do: replicas are spread over such workers by it, and
             `workers` is this one. None where all ranks plan together and the least busy replica sends.
 
@@ -94,6 +96,7 @@ class Plan:
         buffer: int = 16 << 20,
         large: int = 1 << 20,
         groups: Sequence[int] | None = None,
+        beside: int | None = None,
         ordinal: int | None = None,
     ) -> None:
         widest = max((layout.itemsize for layout in layouts), default=1)
@@ -105,6 +108,7 @@ class Plan:
         self.buffer = buffer
         self.large = large
         self._groups = None if groups is None else np.asarray(groups, np.int64)
+        self._beside = beside
         self._alone = None if ordinal is None else _Alone(ordinal)
         self.sent = [0] * trainers
         """Bytes that each trainer rank sends."""
@@ -198,7 +202,16 @@ class Plan:
             blocks.append(self._block(of.taken[plan], cell, of.itemsize))
             if writes:
                 wanted.append(self._wanted[plan][parameter])
-        return assemble(entries, blocks, wanted if writes else None, self._axes, self.buffer, self.large, self._groups)
+        return assemble(
+            entries,
+            blocks,
+            wanted if writes else None,
+            self._axes,
+            self.buffer,
+            self.large,
+            self._groups,
+            self._beside,
+        )
 
     def _block(self, of: Geometry, cell: int, itemsize: int) -> Block:
         key = (id(of), cell)  # geometries live as long as the plan
@@ -221,7 +234,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """The SHA-256 of the whole plan: equal on ranks that planned alike."""
-        settings = (self.trainers, self.workers.plan_of, self.buffer, self.large)
+        settings = (self.trainers, self.workers.plan_of, self.buffer, self.large, self._beside)
         hasher = hashlib.sha256(repr(settings).encode())
         if self._groups is not None:
             hasher.update(self._groups.astype("<i8").tobytes())

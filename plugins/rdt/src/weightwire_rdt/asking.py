@@ -6,17 +6,20 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from weightwire.deadline import Deadline
 from weightwire.link import Link
 from weightwire.load_plan import LoadPlan
-from weightwire.resharding.incoming import Incoming, incoming_of
+from weightwire.resharding.incoming import Incoming, incoming_of, separated
 from weightwire.resharding.load_plans import workers_of
 from weightwire.resharding.planner import Plan
 from weightwire_rdt import cluster
 from weightwire_rdt.holdings import groups_of, layouts_of, write_request
 from weightwire_rdt.messages import ShardedRDTWeightTransferInitInfo
+
+_BESIDE: Final = 8
+"""Buffers' worth of bytes that a chunk may have of what is read from where it lies to where it belongs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ def wanted_of(plan: LoadPlan, link: Link, info: ShardedRDTWeightTransferInitInfo
         buffer=info.buffer_bytes,
         large=min(info.direct_bytes, info.buffer_bytes),
         groups=groups_of(metadata),
+        beside=_BESIDE * info.buffer_bytes,
         ordinal=link.worker,
     )
     moves = made.for_worker(0)
@@ -89,7 +93,7 @@ def wanted_of(plan: LoadPlan, link: Link, info: ShardedRDTWeightTransferInitInfo
         for rank in range(link.info.trainers)
     )
     takes = tuple(sorted(set(moves.parameter.tolist())))
-    return Wanted(incoming, requests, takes, made.coverage.lower_bound, _key(plan, link, info))
+    return Wanted(separated(incoming), requests, takes, made.coverage.lower_bound, _key(plan, link, info))
 
 
 def ask(wanted: Wanted, producers: Mapping[int, tuple[str, str]], link: Link, deadline: Deadline) -> None:

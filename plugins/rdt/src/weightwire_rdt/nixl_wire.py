@@ -312,11 +312,10 @@ class NixlReading:
         for chunk in chunks:
             offer = self._offers.pop((self._round, owner, chunk.ordinal))
             mine = [span_of(buffer) for buffer in chunk.buffers]
-            self._check(peer, mine, offer.spans)
+            there += self._cut(peer, mine, offer.spans)
             for buffer in chunk.buffers:
                 self._registrations.hold(buffer)
             here += mine
-            there += offer.spans
         body = json.dumps([self._worker, self._round, [chunk.ordinal for chunk in chunks]]).encode()
         memory = (memory_of(chunks[0].buffers[0].device), offer.memory)
         try:
@@ -330,14 +329,26 @@ class NixlReading:
         self._reads.append(reading)
         return reading
 
-    def _check(self, peer: Peer, mine: Sequence[Span], theirs: Sequence[Span]) -> None:
+    def _cut(self, peer: Peer, mine: Sequence[Span], theirs: Sequence[Span]) -> list[Span]:
+        """What a trainer rank offers as pieces of the lengths of `mine`: what lies together there goes apart here."""
+        found: list[Span] = []
+        places = iter(mine)
+        for span in theirs:
+            start = 0
+            while start < span.nbytes and (place := next(places, None)) is not None:
+                found.append(Span(span.address + start, place.nbytes, span.device))
+                start += place.nbytes
+            if start != span.nbytes:
+                break
+        else:
+            if len(found) == len(mine):
+                return found
         wanted, offered = [span.nbytes for span in mine], [span.nbytes for span in theirs]
-        if wanted != offered:
-            raise TransferError(
-                f"{peer.label} offers {offered[:4]} bytes where {wanted[:4]} were asked for",
-                transport="sharded_rdt",
-                rank=self._label,
-            )
+        raise TransferError(
+            f"{peer.label} offers {offered[:4]} bytes where {wanted[:4]} were asked for",
+            transport="sharded_rdt",
+            rank=self._label,
+        )
 
     def close(self) -> None:
         """Let go of everything; of the memory of reads that are still on their way once they have ended."""

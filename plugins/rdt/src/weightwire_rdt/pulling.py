@@ -23,7 +23,7 @@ _TOGETHER: Final = 64 << 20
 
 
 class Chunk(NamedTuple):
-    """A chunk of a trainer rank's, and where it is written."""
+    """A chunk of a trainer rank's, and where its bytes are written, one buffer after the other."""
 
     ordinal: int
     buffers: list[Tensor]
@@ -111,6 +111,7 @@ class Pulling:
         self._deadline = deadline
         self._checksums = checksums
         self._number = number
+        self._here = landing.targets_on(ring.device)
         self._coming: deque[_Coming] = deque()
         self._wanted: dict[int, deque[Message]] = {}
         self._turn = {id(message): place for place, message in enumerate(incoming.messages)}
@@ -151,13 +152,13 @@ class Pulling:
         waiting, places, nbytes = self._wanted[owner], list[_Place](), 0
         while waiting and nbytes < _TOGETHER and self._wire.ready(owner, waiting[0].ordinal):
             slot = None
-            if not all(map(self._lands, waiting[0].segments)):
+            if any(self._packed(segment) for segment in waiting[0].segments):
                 slot = self._ring.try_acquire()  # what is on its way or being installed gives its own back
                 if slot is None:
                     break
             message = waiting.popleft()
             buffers = [self._buffer(segment, slot) for segment in message.segments]
-            nbytes += sum(buffer.numel() for buffer in buffers)
+            nbytes += sum(segment.stop - segment.start for segment in message.segments)
             places.append(_Place(message, Chunk(message.ordinal, buffers), slot))
         if not waiting:
             del self._wanted[owner]
@@ -165,7 +166,11 @@ class Pulling:
 
     def _lands(self, segment: Segment) -> bool:
         """Whether it can be received where it belongs."""
-        return segment.straight and self._landing.device(segment.writes[0]) == self._ring.device
+        return segment.straight and segment.writes[0].target in self._here
+
+    def _packed(self, segment: Segment) -> bool:
+        """Whether it is received into a buffer of the ring."""
+        return not self._lands(segment) and segment.stop <= self._ring.length
 
     def _buffer(self, segment: Segment, slot: Slot | None) -> Tensor:
         if self._lands(segment):
