@@ -236,6 +236,8 @@ class Arrived:
 class Inbound:
     """Chunks that are ready at some time, of each trainer rank in order, and arrive later."""
 
+    divides = True
+
     def __init__(self, random: Random, worker: int, wires: Sequence[Wire]) -> None:
         self._random, self._worker, self._wires = random, worker, wires
         self.on_their_way: list[Arrived] = []
@@ -247,7 +249,7 @@ class Inbound:
     def ready(self, owner: int, ordinal: int) -> bool:
         return self._random.random() < 0.5
 
-    def receive(self, chunks: Sequence[Chunk], owner: int) -> Arrived:
+    def receive(self, chunks: Sequence[Chunk], owner: int, deadline: Deadline) -> Arrived:
         fill: list[tuple[Tensor, bytes]] = []
         for chunk in chunks:
             content = b"".join(self._wires[owner].chunks.pop((self._worker, chunk.ordinal)))
@@ -263,7 +265,7 @@ class Inbound:
     def pause(self, deadline: Deadline, owners: Sequence[int]) -> None:
         deadline.check()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         pass
 
 

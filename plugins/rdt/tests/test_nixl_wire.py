@@ -95,7 +95,7 @@ def pull(state: State, chunks: dict[int, Sequence[int]], seconds: float = SECOND
     for ordinal in chunks:
         while not wire.ready(0, ordinal):
             wire.pause(deadline, [0])
-    arriving = wire.receive([Chunk(*each) for each in state["buffers"].items()], 0)
+    arriving = wire.receive([Chunk(*each) for each in state["buffers"].items()], 0, deadline)
     while not arriving.done:
         wire.pause(deadline, [0])
     return [torch.cat(parts).numpy().tobytes() for parts in state.pop("buffers").values()]

@@ -40,3 +40,18 @@ def test_four_ranks_to_a_tensor_parallel_server(
         assert [details_of(report, 1)["opaque"], details_of(report, 1)["unfilled"]] == [[], {"embed": HIDDEN * 2}]
         assert details_of(report, 0)["way"] == "nixl"
         trainers.close()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["ray_nixl", "gloo", "object_store"])
+def test_other_ways_for_the_bytes(ranks: BorrowRanks, tmp_path: Path, way: str) -> None:
+    with process_group(ranks, 4, tmp_path) as group:
+        workers = ranks(2)
+        client = serve(workers, served)
+        sizes = {"buffer_bytes": 300, "direct_bytes": 200}
+        trainers = Trainers(group.ranks, client, sharded, flat, tensor_transport=way, **sizes).opened()
+        for seed in range(1, 4):
+            report = trainers.send(seed, f"step-{seed}")
+            check_served(report, workers, seed)
+            assert details_of(report, 0)["way"] == way
+        trainers.close()

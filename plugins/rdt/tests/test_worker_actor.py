@@ -28,7 +28,7 @@ from weightwire_rdt.worker_actor import function_named
 
 # Ray starts a process for each actor, which imports torch: ten seconds on an idle machine, and many on one that is not.
 STARTING = 110
-pytestmark = pytest.mark.timeout(250)
+pytestmark = pytest.mark.timeout(300)
 
 
 def expected(seed: int) -> list[dict[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from weightwire.deadline import Deadline
 from weightwire.link import Link
 from weightwire.load_plan import LoadPlan
-from weightwire.resharding.incoming import Incoming, incoming_of, separated
+from weightwire.resharding.incoming import Incoming, incoming_of
 from weightwire.resharding.load_plans import workers_of
 from weightwire.resharding.planner import Plan
 from weightwire_rdt import cluster
@@ -42,6 +42,11 @@ class Wanted:
     def fits(self, plan: LoadPlan, link: Link, info: ShardedRDTWeightTransferInitInfo) -> bool:
         """Whether it still is what this worker wants on this link."""
         return self._key == _key(plan, link, info)
+
+    @property
+    def owners(self) -> list[int]:
+        """The trainer ranks of which something is wanted."""
+        return sorted({message.sender for message in self.incoming.messages})
 
     def by_owner(self) -> dict[str, int]:
         """Bytes from each trainer rank, in words."""
@@ -93,11 +98,11 @@ def wanted_of(plan: LoadPlan, link: Link, info: ShardedRDTWeightTransferInitInfo
         for rank in range(link.info.trainers)
     )
     takes = tuple(sorted(set(moves.parameter.tolist())))
-    return Wanted(separated(incoming), requests, takes, made.coverage.lower_bound, _key(plan, link, info))
+    return Wanted(incoming, requests, takes, made.coverage.lower_bound, _key(plan, link, info))
 
 
-def ask(wanted: Wanted, producers: Mapping[int, tuple[str, str]], link: Link, deadline: Deadline) -> None:
-    """Hand every trainer rank's producer this worker's request.
+def ask(wanted: Wanted, producers: Mapping[int, tuple[str, str]], link: Link, deadline: Deadline) -> dict[int, Any]:
+    """Hand every trainer rank's producer this worker's request; returns the producers.
 
     Args:
         wanted: The requests.
@@ -110,14 +115,15 @@ def ask(wanted: Wanted, producers: Mapping[int, tuple[str, str]], link: Link, de
         PeerLost: One is gone.
     """
     ray = cluster.join_cluster()
-    calls = []
+    calls, actors = [], {}
     for rank, (name, namespace) in sorted(producers.items()):
         whom = f"the producer of trainer rank {rank}"
-        actor = cluster.found(ray, name, namespace, whom)
+        actors[rank] = cluster.found(ray, name, namespace, whom)
         text = wanted.requests[rank]
-        calls.append((whom, actor.request.remote(name_of(link), link.worker, text)))
+        calls.append((whom, actors[rank].request.remote(name_of(link), link.worker, text)))
     for whom, call in calls:
         cluster.result(call, deadline, whom=whom)
+    return actors
 
 
 def name_of(link: Link) -> str:

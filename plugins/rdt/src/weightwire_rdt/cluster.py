@@ -63,13 +63,14 @@ def result(reference: Any, deadline: Deadline, *, whom: str) -> Any:
                 continue
             answer = ray.get(reference, timeout=deadline.remaining() + _SLICE)
         except ray.exceptions.RayActorError as error:
-            raise PeerLost(f"{whom} is gone: {_first_line(error)}", transport=_BACKEND) from error
+            raise PeerLost(f"{whom} is gone: {first_line(error)}", transport=_BACKEND) from error
         except ray.exceptions.RayError as error:
-            raise TransferError(f"{whom}: {_first_line(error)}", transport=_BACKEND) from error
+            raise TransferError(f"{whom}: {first_line(error)}", transport=_BACKEND) from error
         return unwrapped(answer)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of what Ray says."""
     return str(error).strip().partition("\n")[0]
 
 
@@ -104,7 +105,7 @@ def found(ray: Any, name: str, where: str, whom: str) -> Any:
     try:
         return ray.get_actor(name, namespace=where)
     except ValueError as error:
-        raise PeerLost(f"{whom} is not in this Ray cluster: {_first_line(error)}", transport=_BACKEND) from error
+        raise PeerLost(f"{whom} is not in this Ray cluster: {first_line(error)}", transport=_BACKEND) from error
 
 
 class Beside:

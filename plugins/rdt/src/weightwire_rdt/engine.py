@@ -8,18 +8,19 @@ from weightwire.checksums import Checksums
 from weightwire.deadline import Deadline
 from weightwire.engine import WeightTransferEngine
 from weightwire.errors import PlanOutdated, WeightwireError
+from weightwire.fleet import Fleet
 from weightwire.link import Link
 from weightwire.load_plan import LoadPlan
 from weightwire.packing import BufferRing
-from weightwire.resharding.incoming import Landing
+from weightwire.resharding.incoming import Incoming, Landing, separated
 from weightwire.resharding.receipts import compare_received, message_number
 from weightwire.sink import UpdateSpec
-from weightwire_rdt.asking import Wanted, ask, wanted_of
+from weightwire_rdt.asking import Wanted, ask, name_of, wanted_of
 from weightwire_rdt.installer import Installer
 from weightwire_rdt.meeting import Meeting, available, mask_of
 from weightwire_rdt.messages import ShardedRDTWeightTransferInitInfo, ShardedRDTWeightTransferUpdateInfo
 from weightwire_rdt.pulling import Inbound, Pulling
-from weightwire_rdt.ways import worker_ways
+from weightwire_rdt.ways import End, worker_ways
 
 _LISTED = 20
 
@@ -42,6 +43,7 @@ class ShardedRDTWeightTransferEngine(
     _plan: LoadPlan | None = None
     _wire: Inbound | None = None
     _way = ""
+    _incoming: Incoming | None = None
     _ring: BufferRing | None = None
     _installer: Installer | None = None
     _depth = 1
@@ -60,17 +62,33 @@ class ShardedRDTWeightTransferEngine(
             takes = mask_of(self._plan_for(link, init_info).takes)
         except WeightwireError as error:  # the others hear why, instead of that this rank has left
             refusal = error
-        payload = {"ways": available(), "takes": takes, "strict": self.sink.strict}
+        payload = {"ways": available(self.device), "takes": takes, "strict": self.sink.strict}
         members = link.gather("rdt-meet", deadline, payload, error=refusal)
         wanted = self._wanted
         assert wanted is not None
         meeting = Meeting(members, link.info.trainers, link.rendezvous.label)
         meeting.check_claimed(link.metadata, link.info.options.get("foreign", ()))
-        ask(wanted, meeting.producers, link, deadline)
-        ways = worker_ways(wanted, link, init_info)
-        self._way, self._wire = meeting.agree(
-            init_info.tensor_transport, ways, lambda phase, what: link.gather(phase, deadline, what), deadline
+        end = End(
+            link=name_of(link),
+            rank=link.worker,
+            peers=wanted.owners,
+            fleet=Fleet(link.info.trainers, tuple(link.info.senders), link.info.workers),
+            rendezvous=link.rendezvous,
+            producers=ask(wanted, meeting.producers, link, deadline),
+            device=self.device,
+            stall=init_info.stall_timeout_s,
+            piece_bytes=init_info.buffer_bytes,
+            window=init_info.num_rdt_buffers,
         )
+        self._way, wire = meeting.agree(
+            init_info.tensor_transport,
+            worker_ways(end),
+            lambda phase, what: link.gather(phase, deadline, what),
+            deadline,
+        )
+        # In pieces that are each received where they belong, if the wire can take what lies together apart.
+        self._incoming = separated(wanted.incoming) if wire.divides else wanted.incoming
+        self._wire = wire
         self._depth = init_info.num_rdt_buffers
         self._ring = BufferRing(self._depth + 1, init_info.buffer_bytes, device=self.device)
         if self._installer is None:
@@ -112,8 +130,8 @@ class ShardedRDTWeightTransferEngine(
             PeerStalled: One has had nothing ready for too long.
             TransferError: Other bytes arrived than were sent.
         """
-        link, plan, wanted = self._require_link(), self._plan, self._wanted
-        if plan is None or wanted is None or self._wire is None:
+        link, plan = self._require_link(), self._plan
+        if plan is None or self._incoming is None or self._wire is None:
             raise self.not_initialised()
         assert self._ring is not None and self._installer is not None
         checksums = Checksums(enabled=link.info.checksum)
@@ -125,7 +143,7 @@ class ShardedRDTWeightTransferEngine(
         self._installing = True
         self._wire.begin_round(update_info.round or 0)
         Pulling(
-            wanted.incoming,
+            self._incoming,
             self._wire,
             self._ring,
             landing,
@@ -177,4 +195,4 @@ class ShardedRDTWeightTransferEngine(
             self._installer.drop()
         self._ring = None
         if wire is not None:
-            wire.close()
+            wire.close(error)

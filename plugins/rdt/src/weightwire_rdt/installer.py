@@ -12,9 +12,14 @@ _IDLE_SECONDS = 30.0
 
 
 class Installer:
-    """One thread that does one thing after the other; it ends by itself when there has been nothing for a while."""
+    """One thread that does one thing after the other; it ends by itself when there has been nothing for a while.
 
-    def __init__(self) -> None:
+    Args:
+        name: Of the thread.
+    """
+
+    def __init__(self, name: str = "weightwire-rdt-install") -> None:
+        self._name = name
         self._condition = threading.Condition()
         self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished = 0
@@ -33,7 +38,7 @@ class Installer:
             self._unfinished += 1
             self._waiting.put(work)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="weightwire-rdt-install", daemon=True)
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
@@ -80,8 +85,9 @@ class Installer:
             deadline.wait_for(lambda: not self._unfinished, self._condition, "what arrived to be installed")
         self.check()
 
-    def drop(self) -> None:
-        """Do nothing more of what waits, and wait for what is being done."""
+    def drop(self, *, wait: bool = True) -> None:
+        """Do nothing more of what waits, and wait for what is being done unless told not to."""
         with self._condition:
             self._dropped = True
-            self._condition.wait_for(lambda: not self._unfinished)
+            if wait:
+                self._condition.wait_for(lambda: not self._unfinished)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
+import torch
+
 from weightwire.deadline import Deadline
 from weightwire.errors import HandshakeError, UpdateRefused, WeightwireError
 from weightwire.layout import ParamMeta
 from weightwire_rdt import nixl_agent
 
-PREFERRED: Final = ("nixl",)
+PREFERRED: Final = ("nixl", "ray_nixl", "gloo", "object_store")
 """Ways for bytes, the fastest first."""
 _PROOF_SECONDS: Final = 20.0
 
@@ -18,9 +20,11 @@ Wire_co = TypeVar("Wire_co", covariant=True)
 Gather = Callable[[str, Any], Mapping[int, Any]]
 
 
-def available() -> dict[str, str]:
-    """Of each way why this process cannot use it; `""` if it can."""
-    return {"nixl": nixl_agent.missing() or ""}
+def available(device: torch.device) -> dict[str, str]:
+    """Of each way why this process cannot use it for tensors on `device`; `""` if it can."""
+    missing = nixl_agent.missing() or ""
+    gloo = "" if device.type == "cpu" else f"gloo moves what is in the processors' memory, not on {device}"
+    return {"nixl": missing, "ray_nixl": missing, "gloo": gloo, "object_store": ""}
 
 
 def mask_of(taken: Sequence[int]) -> str:

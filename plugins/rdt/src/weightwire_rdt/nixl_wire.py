@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from weightwire import faults
 from weightwire.deadline import Deadline
-from weightwire.errors import PeerLost, PeerStalled, TransferError
+from weightwire.errors import PeerLost, TransferError
 from weightwire.packing import Pending
 from weightwire_rdt.nixl_agent import NixlAgent, Polling, Read, Span, memory_of, span_of
+from weightwire_rdt.outlet import Offers
+from weightwire_rdt.patience import Patience
 from weightwire_rdt.pulling import Chunk
 from weightwire_rdt.registrations import Registrations
-
-_PAUSE = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,55 +42,7 @@ class Peer:
     box: str
 
 
-class Patience:
-    """Waits for something to move, and says who did not move when nothing does.
-
-    Args:
-        seconds: How long nothing may move.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._since = time.monotonic()
-
-    def moved(self) -> None:
-        """Something has."""
-        self._since = time.monotonic()
-
-    def pause(self, deadline: Deadline, what: str) -> None:
-        """Wait a moment.
-
-        Args:
-            deadline: Of the round.
-            what: Who waits for whom.
-
-        Raises:
-            PeerStalled: Nothing has moved for too long.
-            DeadlineExceeded: The deadline passed.
-            BaseException: What the deadline was cancelled with.
-        """
-        deadline.check(what)
-        if time.monotonic() - self._since > self._seconds:
-            raise PeerStalled(f"nothing has moved for {self._seconds:g} s: {what}", transport="sharded_rdt")
-        time.sleep(_PAUSE)
-
-
-class _Offered:
-    """A chunk that a worker has not read yet."""
-
-    def __init__(self, wire: NixlServing, key: tuple[int, int]) -> None:
-        self._wire = wire
-        self._key = key
-
-    @property
-    def done(self) -> bool:
-        return self._wire.read(self._key)
-
-    def wait(self, deadline: Deadline) -> None:
-        self._wire.wait({self._key}, deadline)
-
-
-class NixlServing:
+class NixlServing(Offers):
     """A trainer rank's end.
 
     Args:
@@ -107,25 +57,19 @@ class NixlServing:
     def __init__(
         self, agent: NixlAgent, rank: int, peers: Mapping[int, Peer], *, label: str, box: str, stall: float
     ) -> None:
+        super().__init__(label, {worker: peer.label for worker, peer in peers.items()}, stall)
         self._agent = agent
         self._rank = rank
         self._peers = peers
-        self._label = label
         self._box = box
-        self._stall = stall
         self._registrations = Registrations(agent)
         self._told = dict.fromkeys(peers, 0)
-        self._round = 0
-        self._next = dict.fromkeys(peers, 0)
-        self._offered: dict[tuple[int, int], Sequence[Tensor]] = {}
         self._polling = Polling(agent)
         agent.open_box(box)
 
     def begin_round(self, number: int) -> None:
         """A round begins."""
-        self._round = number
-        self._next = dict.fromkeys(self._peers, 0)
-        self._offered.clear()
+        super().begin_round(number)
         self._registrations.sweep()
         self._polling.start()
 
@@ -143,8 +87,7 @@ class NixlServing:
         peer = self._peers[worker]
         for buffer in buffers:
             self._registrations.hold(buffer)
-        ordinal = self._next[worker]
-        self._next[worker] += 1
+        ordinal, pending = self._offer(buffers, worker)
         offer: dict[str, Any] = {
             "owner": self._rank,
             "round": self._round,
@@ -155,55 +98,21 @@ class NixlServing:
         if self._told[worker] != self._registrations.changes:
             offer["agent"] = base64.b64encode(self._agent.metadata()).decode()
             self._told[worker] = self._registrations.changes
-        key = (worker, ordinal)
-        self._offered[key] = buffers
         try:
             self._agent.notify(peer.agent, peer.box, json.dumps(offer, separators=(",", ":")).encode())
         except PeerLost as error:
             raise PeerLost(f"{peer.label}: {error.message}", transport="sharded_rdt", rank=self._label) from error
-        return _Offered(self, key)
-
-    def read(self, key: tuple[int, int]) -> bool:
-        """Whether a chunk has been read."""
-        self._poll()
-        return key not in self._offered
+        return pending
 
     def _poll(self) -> bool:
-        """Hear what has been read; returns whether anything was."""
         moved = False
         for body in self._agent.take(self._box):
             worker, number, ordinals = json.loads(body)
             for ordinal in ordinals if number == self._round else ():
-                moved |= self._offered.pop((worker, ordinal), None) is not None
-                if ordinal == 0:
-                    faults.reach("communicator.first_piece")
+                moved |= self._was_read(worker, ordinal)
         return moved
 
-    def wait(self, keys: set[tuple[int, int]], deadline: Deadline) -> None:
-        """Wait until these chunks have been read.
-
-        Raises:
-            PeerStalled: Workers do not read; they are named.
-            DeadlineExceeded: The deadline passed.
-        """
-        patience = Patience(self._stall)
-        while left := keys & self._offered.keys():
-            if self._poll():
-                patience.moved()
-                continue
-            names = ", ".join(sorted({self._peers[worker].label for worker, _ in left}))
-            patience.pause(deadline, f"{self._label} waits for {names} to read")
-
-    def unread(self) -> set[tuple[int, int]]:
-        """The chunks that have been offered and not read, by worker rank and ordinal."""
-        self._poll()
-        return set(self._offered)
-
-    def flush(self, deadline: Deadline) -> None:
-        """Wait until everything has been read."""
-        self.wait(set(self._offered), deadline)
-
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Let go of everything."""
         self.end_round()
         self._agent.close_box(self._box)
@@ -248,7 +157,12 @@ class NixlReading:
         label: This rank in words.
         box: This rank's box.
         stall: Seconds in which nothing moves that are too many.
+
+    Attributes:
+        divides: See `Inbound`.
     """
+
+    divides = True
 
     def __init__(
         self, agent: NixlAgent, worker: int, peers: Mapping[int, Peer], *, label: str, box: str, stall: float
@@ -298,7 +212,7 @@ class NixlReading:
         names = ", ".join(self._peers[owner].label for owner in owners)
         self._patience.pause(deadline, f"{self._label} waits for {names} to have its next parameters ready")
 
-    def receive(self, chunks: Sequence[Chunk], owner: int) -> _Reading:
+    def receive(self, chunks: Sequence[Chunk], owner: int, deadline: Deadline) -> _Reading:
         """Begin to read chunks that are `ready`.
 
         Raises:
@@ -350,7 +264,7 @@ class NixlReading:
             rank=self._label,
         )
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Let go of everything; of the memory of reads that are still on their way once they have ended."""
         self._agent.close_box(self._box)
         self._offers.clear()

@@ -14,6 +14,7 @@ from typing import Any
 from weightwire.errors import MessageError, WeightwireError
 from weightwire_rdt.cluster import answer_of
 from weightwire_rdt.requests import Holding
+from weightwire_rdt.shelf import Shelf
 
 
 class _Link:
@@ -21,6 +22,7 @@ class _Link:
         self.holding = holding
         self.workers = workers
         self.requests: dict[int, str] = {}
+        self.shelf = Shelf()
         self.complete = asyncio.Event()
 
 
@@ -81,3 +83,29 @@ class Producer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(opened.complete.wait(), timeout)
         return {"requests": dict(opened.requests)}
+
+    # Chunks, where Ray carries them: see `Shelf`
+
+    async def shelve(self, link: str, number: int, worker: int, ordinal: int, chunk: list[Any]) -> None:
+        """Lay a chunk ready: a list of one reference, so that Ray does not fetch it."""
+        if link in self._links:
+            self._links[link].shelf.put(number, worker, ordinal, chunk)
+
+    async def take(self, link: str, number: int, worker: int, first: int, timeout: float) -> dict[str, Any]:
+        """`{"chunks": those from ordinal `first` on}`; none after `timeout` seconds."""
+        try:
+            return {"chunks": await self._opened(link).shelf.take(number, worker, first, timeout)}
+        except WeightwireError as error:
+            return answer_of(error)
+
+    async def read(self, link: str, number: int, worker: int, ordinals: list[int]) -> None:
+        """A worker has read these."""
+        if link in self._links:
+            self._links[link].shelf.read(number, worker, ordinals)
+
+    async def heard(self, link: str, number: int, timeout: float) -> dict[str, Any]:
+        """`{"read": [(worker, ordinal), ...]}`, what has been read since the last call; none after `timeout`."""
+        try:
+            return {"read": await self._opened(link).shelf.heard(number, timeout)}
+        except WeightwireError as error:
+            return answer_of(error)

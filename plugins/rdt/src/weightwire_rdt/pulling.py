@@ -42,7 +42,13 @@ class Arriving(Protocol):
 
 
 class Inbound(Protocol):
-    """A worker's end of a wire."""
+    """A worker's end of a wire.
+
+    Attributes:
+        divides: Whether the buffers of a chunk may be smaller pieces than those that are offered.
+    """
+
+    divides: bool
 
     def begin_round(self, number: int) -> None:
         """A round begins."""
@@ -50,14 +56,14 @@ class Inbound(Protocol):
     def ready(self, owner: int, ordinal: int) -> bool:
         """Whether that chunk of that trainer rank can be asked for."""
 
-    def receive(self, chunks: Sequence[Chunk], owner: int) -> Arriving:
-        """Have chunks that are `ready` written into their buffers."""
+    def receive(self, chunks: Sequence[Chunk], owner: int, deadline: Deadline) -> Arriving:
+        """Have chunks that are `ready` written into their buffers, by the deadline."""
 
     def pause(self, deadline: Deadline, owners: Sequence[int]) -> None:
         """Wait a moment for any of these trainer ranks to have something ready."""
 
-    def close(self) -> None:
-        """Let go of everything but the buffers of what is still on its way."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Let go of everything but the buffers of what is still on its way; `error` is why the link failed, if so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +134,7 @@ class Pulling:
         while self._wanted or self._coming:
             self._deadline.check()
             self._installer.check()
-            if self._take() or self._ask():
+            if self._ask() or self._take():
                 continue
             if self._coming or self._installer.busy:
                 self._deadline.sleep(_PAUSE)
@@ -142,7 +148,7 @@ class Pulling:
         heads = sorted((self._turn[id(waiting[0])], owner) for owner, waiting in self._wanted.items())
         for _, owner in heads:
             if places := self._next_of(owner):
-                arriving = self._wire.receive([place.chunk for place in places], owner)
+                arriving = self._wire.receive([place.chunk for place in places], owner, self._deadline)
                 self._coming.append(_Coming(places, arriving))
                 return True
         return False

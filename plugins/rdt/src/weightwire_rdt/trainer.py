@@ -20,10 +20,10 @@ from weightwire_rdt.asking import link_name
 from weightwire_rdt.holdings import holding_of, outgoing_of
 from weightwire_rdt.meeting import Meeting, available
 from weightwire_rdt.messages import ShardedRDTTrainerInitInfo
-from weightwire_rdt.nixl_wire import NixlServing
 from weightwire_rdt.offering import Offering
+from weightwire_rdt.outlet import Outlet
 from weightwire_rdt.producer import Producer
-from weightwire_rdt.ways import Ends, NixlAtTrainer
+from weightwire_rdt.ways import End, trainer_ways
 
 _SLICE = 0.5
 _MARGIN = 64
@@ -39,7 +39,7 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
     _producer: Any = None
     _link_name = ""
     _outgoing: Outgoing | None = None
-    _wire: NixlServing | None = None
+    _wire: Outlet | None = None
     _way = ""
     _ring: BufferRing | None = None
     _moved: Mapping[str, int]
@@ -108,15 +108,24 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
             outcome.raise_failed()
             return outcome.payloads
 
-        payload = {"ways": available(), "producer": producer}
+        payload = {"ways": available(self._device()), "producer": producer}
         meeting = Meeting(gather("rdt-meet", payload), self.fleet.trainers, rendezvous.label)
         meeting.check_claimed(self.metadata, info.foreign)
         self._outgoing = self._collect(link, deadline)
         workers = sorted({message.worker for message in self._outgoing.messages})
-        ends = Ends(link, self.fleet.trainers, info.stall_timeout_s)
-        self._way, self._wire = meeting.agree(
-            info.tensor_transport, {"nixl": lambda: NixlAtTrainer(ends, self.rank, workers)}, gather, deadline
+        end = End(
+            link=link,
+            rank=self.rank,
+            peers=workers,
+            fleet=self.fleet,
+            rendezvous=rendezvous,
+            producers={self.rank: self._producer},
+            device=self._device(),
+            stall=info.stall_timeout_s,
+            piece_bytes=info.buffer_bytes,
+            window=info.num_rdt_buffers,
         )
+        self._way, self._wire = meeting.agree(info.tensor_transport, trainer_ways(end), gather, deadline)
         self._ring = new_ring(len(workers), info.num_rdt_buffers, info.buffer_bytes + _MARGIN, self._device())
 
     def _open_producer(self, link: str, deadline: Deadline) -> list[str]:
@@ -159,7 +168,7 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
         finally:
             wire.end_round()
 
-    def _offer_all(self, wire: NixlServing, number: int, deadline: Deadline) -> int:
+    def _offer_all(self, wire: Outlet, number: int, deadline: Deadline) -> int:
         assert self._outgoing is not None and self._ring is not None
         checksums = Checksums(enabled=self.init_info.checksum)
         sending = Sending(
@@ -213,6 +222,6 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
         producer, self._producer = self._producer, None
         self._ring, self._outgoing = None, None
         if wire is not None:
-            wire.close()
+            wire.close(error)
         if producer is not None:
             cluster.tell(producer.close, self._link_name)

@@ -3,74 +3,105 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
 
 import torch
 
+from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
-from weightwire.errors import TransferError
-from weightwire.link import Link
-from weightwire_rdt.asking import Wanted, name_of
+from weightwire.fleet import Fleet
+from weightwire.rendezvous import Rendezvous
+from weightwire_rdt import proofs
+from weightwire_rdt.gloo_wire import GlooReading, GlooServing
 from weightwire_rdt.meeting import Way
-from weightwire_rdt.messages import ShardedRDTWeightTransferInitInfo
 from weightwire_rdt.nixl_agent import NixlAgent, process_agent
 from weightwire_rdt.nixl_wire import NixlReading, NixlServing, Peer
-from weightwire_rdt.pulling import Chunk, Inbound
+from weightwire_rdt.outlet import Outlet
+from weightwire_rdt.pulling import Inbound
+from weightwire_rdt.ray_carriers import CARRIERS
+from weightwire_rdt.ray_wire import RayReading, RayServing
 
-_PROOF_ROUND = -1
-
-
-def proof(link: str, trainer: int, worker: int) -> torch.Tensor:
-    """Bytes that one pair of ranks moves before anything else, so that what does not move bytes is not chosen."""
-    digest = hashlib.sha512(f"{link} {trainer} {worker}".encode()).digest()
-    return torch.tensor(list(digest), dtype=torch.uint8)
+_NIXL_CHUNKS: Final = 2
+"""What is read second is offered once the first is known to have been read: then both have heard of each other."""
 
 
-def _check_proof(arrived: torch.Tensor, link: str, trainer: int, worker: int) -> None:
-    if not torch.equal(arrived.cpu(), proof(link, trainer, worker)):
-        raise TransferError(f"other bytes arrived from trainer rank {trainer} than it sent")
+@dataclass(frozen=True, slots=True)
+class End:
+    """One rank's end of a link.
 
-
-def worker_ways(
-    wanted: Wanted, link: Link, info: ShardedRDTWeightTransferInitInfo
-) -> dict[str, Callable[[], Way[Inbound]]]:
-    """What makes each way at a worker."""
-    owners = sorted({message.sender for message in wanted.incoming.messages})
-    end = Ends(name_of(link), link.info.trainers, info.stall_timeout_s)
-    return {"nixl": lambda: _NixlAtWorker(end, link.worker, owners)}
-
-
-class Ends:
-    """What names of ranks and boxes both ends derive alike.
-
-    Args:
+    Attributes:
         link: Name of the link.
-        trainers: How many trainer ranks there are.
+        rank: The trainer or worker rank.
+        peers: The worker or trainer ranks that it gives or takes something.
+        fleet: Who is there.
+        rendezvous: Of the link.
+        producers: By trainer rank, the actors that this end asks.
+        device: Where the buffers are.
         stall: Seconds in which nothing moves that are too many.
+        piece_bytes: In which large buffers travel where they travel in pieces.
+        window: How many pieces are on their way between two ranks.
     """
 
-    def __init__(self, link: str, trainers: int, stall: float) -> None:
-        self.link = link
-        self.trainers = trainers
-        self.stall = stall
+    link: str
+    rank: int
+    peers: Sequence[int]
+    fleet: Fleet
+    rendezvous: Rendezvous
+    producers: Mapping[int, Any]
+    device: torch.device
+    stall: float
+    piece_bytes: int
+    window: int
 
     def trainer(self, rank: int, members: Mapping[int, Any]) -> Peer:
-        """A trainer rank."""
-        return Peer(f"trainer rank {rank}", members[rank]["name"], self.trainer_box(rank))
+        """A trainer rank, as NIXL knows it."""
+        return Peer(trainer_label(rank), members[rank]["name"], self.trainer_box(rank))
 
     def worker(self, rank: int, members: Mapping[int, Any]) -> Peer:
-        """A worker rank."""
-        return Peer(f"worker rank {rank}", members[self.trainers + rank]["name"], self.worker_box(rank))
+        """A worker rank, as NIXL knows it."""
+        return Peer(worker_label(rank), members[self.fleet.trainers + rank]["name"], self.worker_box(rank))
 
     def trainer_box(self, rank: int) -> str:
-        """Its box."""
+        """Where its notifications go."""
         return f"{self.link}/t{rank}"
 
     def worker_box(self, rank: int) -> str:
-        """Its box."""
+        """Where its notifications go."""
         return f"{self.link}/w{rank}"
+
+
+def trainer_label(rank: int) -> str:
+    """A trainer rank in words."""
+    return f"trainer rank {rank}"
+
+
+def worker_label(rank: int) -> str:
+    """A worker rank in words."""
+    return f"worker rank {rank}"
+
+
+def worker_ways(end: End) -> dict[str, Callable[[], Way[Inbound]]]:
+    """What makes each way at a worker."""
+    ways: dict[str, Callable[[], Way[Inbound]]] = {
+        "nixl": lambda: _NixlAtWorker(end),
+        "gloo": lambda: _GlooAtWorker(end),
+    }
+    return ways | {name: partial(_RayAtWorker, end, name) for name in CARRIERS}
+
+
+def trainer_ways(end: End) -> dict[str, Callable[[], Way[Outlet]]]:
+    """What makes each way at a trainer rank."""
+    ways: dict[str, Callable[[], Way[Outlet]]] = {
+        "nixl": lambda: _NixlAtTrainer(end),
+        "gloo": lambda: _GlooAtTrainer(end),
+    }
+    return ways | {name: partial(_RayAtTrainer, end, name) for name in CARRIERS}
+
+
+# NIXL
 
 
 def _introduction(agent: NixlAgent) -> dict[str, Any]:
@@ -82,84 +113,151 @@ def _meet(agent: NixlAgent, said: Mapping[str, Any]) -> None:
 
 
 class _NixlAtWorker:
-    def __init__(self, end: Ends, worker: int, owners: Sequence[int]) -> None:
+    def __init__(self, end: End) -> None:
         self._end = end
-        self._worker = worker
-        self._owners = owners
         self._agent = process_agent()
 
     def introduce(self) -> dict[str, Any]:
         # Offers may come as soon as others have heard of this agent.
-        self._agent.open_box(self._end.worker_box(self._worker))
+        self._agent.open_box(self._end.worker_box(self._end.rank))
         return _introduction(self._agent)
 
     def open(self, members: Mapping[int, Any], deadline: Deadline) -> NixlReading:
         end = self._end
-        for owner in self._owners:
+        for owner in end.peers:
             _meet(self._agent, members[owner])
         wire = NixlReading(
             self._agent,
-            self._worker,
-            {owner: end.trainer(owner, members) for owner in self._owners},
-            label=f"worker rank {self._worker}",
-            box=end.worker_box(self._worker),
+            end.rank,
+            {owner: end.trainer(owner, members) for owner in end.peers},
+            label=worker_label(end.rank),
+            box=end.worker_box(end.rank),
             stall=end.stall,
         )
-        wire.begin_round(_PROOF_ROUND)
-        # What is read second is offered once the first is known to have been read: then both have heard of each other.
-        for ordinal in range(2):
-            for owner in self._owners:
-                self._prove(wire, owner, ordinal, deadline)
+        proofs.take(wire, end.link, end.rank, end.peers, _NIXL_CHUNKS, deadline)
         return wire
 
-    def _prove(self, wire: NixlReading, owner: int, ordinal: int, deadline: Deadline) -> None:
-        link = self._end.link
-        while not wire.ready(owner, ordinal):
-            wire.pause(deadline, [owner])
-        room = torch.zeros_like(proof(link, owner, self._worker))
-        arriving = wire.receive([Chunk(ordinal, [room])], owner)
-        while not arriving.done:
-            wire.pause(deadline, [owner])
-        _check_proof(room, link, owner, self._worker)
 
-
-class NixlAtTrainer:
-    """NIXL as a trainer rank tries it.
-
-    Args:
-        end: Names.
-        rank: The trainer rank.
-        workers: The worker ranks that asked it for something.
-    """
-
-    def __init__(self, end: Ends, rank: int, workers: Sequence[int]) -> None:
+class _NixlAtTrainer:
+    def __init__(self, end: End) -> None:
         self._end = end
-        self._rank = rank
-        self._workers = workers
         self._agent = process_agent()
 
     def introduce(self) -> dict[str, Any]:
-        """See `Way.introduce`."""
         return _introduction(self._agent)
 
     def open(self, members: Mapping[int, Any], deadline: Deadline) -> NixlServing:
-        """See `Way.open`."""
         end = self._end
-        peers = {worker: end.worker(worker, members) for worker in self._workers}
-        for worker in self._workers:
-            _meet(self._agent, members[end.trainers + worker])
+        for worker in end.peers:
+            _meet(self._agent, members[end.fleet.trainers + worker])
         wire = NixlServing(
             self._agent,
-            self._rank,
-            peers,
-            label=f"trainer rank {self._rank}",
-            box=end.trainer_box(self._rank),
+            end.rank,
+            {worker: end.worker(worker, members) for worker in end.peers},
+            label=trainer_label(end.rank),
+            box=end.trainer_box(end.rank),
             stall=end.stall,
         )
-        wire.begin_round(_PROOF_ROUND)
-        for _ in range(2):
-            for worker in self._workers:
-                wire.send([proof(end.link, self._rank, worker)], [worker], deadline=deadline)
-            wire.flush(deadline)
-        wire.end_round()
+        proofs.give(wire, end.link, end.rank, end.peers, _NIXL_CHUNKS, deadline)
+        return wire
+
+
+# Ray
+
+
+class _RayAtWorker:
+    def __init__(self, end: End, name: str) -> None:
+        self._end = end
+        self._carrier = CARRIERS[name]()
+
+    def introduce(self) -> dict[str, Any]:
+        return {}
+
+    def open(self, members: Mapping[int, Any], deadline: Deadline) -> RayReading:
+        end = self._end
+        producers = {owner: end.producers[owner] for owner in end.peers}
+        wire = RayReading(self._carrier, producers, end.link, end.rank, label=worker_label(end.rank), stall=end.stall)
+        proofs.take(wire, end.link, end.rank, end.peers, 1, deadline)
+        return wire
+
+
+class _RayAtTrainer:
+    def __init__(self, end: End, name: str) -> None:
+        self._end = end
+        self._carrier = CARRIERS[name]()
+
+    def introduce(self) -> dict[str, Any]:
+        return {}
+
+    def open(self, members: Mapping[int, Any], deadline: Deadline) -> RayServing:
+        end = self._end
+        workers = {worker: worker_label(worker) for worker in end.peers}
+        wire = RayServing(
+            self._carrier,
+            end.producers[end.rank],
+            end.link,
+            workers,
+            label=trainer_label(end.rank),
+            stall=end.stall,
+        )
+        proofs.give(wire, end.link, end.rank, end.peers, 1, deadline)
+        return wire
+
+
+# gloo
+
+
+def _communicator(end: End, members: Mapping[int, Any], rank: int, deadline: Deadline) -> TorchCommunicator | None:
+    """The group of all ranks that give or take something; None for one that does neither."""
+    if not end.peers:
+        return None
+    fleet = end.fleet
+    routes = [
+        (fleet.senders.index(owner), fleet.rank_offset + worker)
+        for worker in range(fleet.workers)
+        for owner in members[fleet.trainers + worker]["owners"]
+    ]
+    return TorchCommunicator(
+        end.rendezvous.store(f"rdt-{end.link}", deadline),
+        rank=rank,
+        world_size=fleet.world_size,
+        labels=fleet.labels(),
+        device=end.device,
+        deadline=deadline,
+        hostname=end.rendezvous.local_address,
+        stall_limit=end.stall,
+        piece_bytes=end.piece_bytes,
+        window=end.window,
+        routes=routes,
+    )
+
+
+class _GlooAtWorker:
+    def __init__(self, end: End) -> None:
+        self._end = end
+
+    def introduce(self) -> dict[str, Any]:
+        return {"owners": list(self._end.peers)}
+
+    def open(self, members: Mapping[int, Any], deadline: Deadline) -> GlooReading:
+        end, fleet = self._end, self._end.fleet
+        communicator = _communicator(end, members, fleet.rank_offset + end.rank, deadline)
+        wire = GlooReading(communicator, {owner: fleet.senders.index(owner) for owner in end.peers})
+        proofs.take(wire, end.link, end.rank, end.peers, 1, deadline)
+        return wire
+
+
+class _GlooAtTrainer:
+    def __init__(self, end: End) -> None:
+        self._end = end
+
+    def introduce(self) -> dict[str, Any]:
+        return {}
+
+    def open(self, members: Mapping[int, Any], deadline: Deadline) -> GlooServing:
+        end, fleet = self._end, self._end.fleet
+        rank = fleet.senders.index(end.rank) if end.peers else -1
+        communicator = _communicator(end, members, rank, deadline)
+        wire = GlooServing(communicator, {worker: fleet.rank_offset + worker for worker in end.peers})
+        proofs.give(wire, end.link, end.rank, end.peers, 1, deadline)
         return wire

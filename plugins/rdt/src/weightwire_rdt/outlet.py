@@ -1,0 +1,123 @@
+"""What a trainer rank's end of a wire is, whatever the bytes travel over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from weightwire import faults
+from weightwire.deadline import Deadline
+from weightwire.packing import Pending
+from weightwire_rdt.patience import Patience
+
+Key = tuple[int, int]
+"""Of a chunk: its worker rank, and its ordinal among those of the round that go there."""
+
+
+class Outlet(Protocol):
+    """A trainer rank's end of a wire."""
+
+    def begin_round(self, number: int) -> None:
+        """A round begins."""
+
+    def end_round(self) -> None:
+        """It is over, however it ended."""
+
+    def send(self, buffers: Sequence[Tensor], to: Sequence[int], *, deadline: Deadline) -> Pending:
+        """Offer the next chunk to the worker in `to`; the buffers may be used again once it is done."""
+
+    def unread(self) -> set[Key]:
+        """The chunks that have been offered and not read."""
+
+    def wait(self, keys: set[Key], deadline: Deadline) -> None:
+        """Wait until these have been read."""
+
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until everything has been read."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Let go of everything; `error` is why the link is over, if it failed."""
+
+
+class _Offered:
+    """A chunk that a worker has not read yet."""
+
+    def __init__(self, offers: Offers, key: Key) -> None:
+        self._offers = offers
+        self._key = key
+
+    @property
+    def done(self) -> bool:
+        return self._key not in self._offers.unread()
+
+    def wait(self, deadline: Deadline) -> None:
+        self._offers.wait({self._key}, deadline)
+
+
+class Offers:
+    """The part of an `Outlet` that knows what has been offered and not read.
+
+    Args:
+        label: This rank in words.
+        workers: Every worker that asked for something, in words.
+        stall: Seconds in which nothing moves that are too many.
+    """
+
+    def __init__(self, label: str, workers: Mapping[int, str], stall: float) -> None:
+        self._label = label
+        self._workers = workers
+        self._stall = stall
+        self._round = 0
+        self._next = dict.fromkeys(workers, 0)
+        self._offered: dict[Key, Sequence[Tensor]] = {}
+
+    def begin_round(self, number: int) -> None:
+        """A round begins."""
+        self._round = number
+        self._next = dict.fromkeys(self._workers, 0)
+        self._offered.clear()
+
+    def _offer(self, buffers: Sequence[Tensor], worker: int) -> tuple[int, Pending]:
+        """Note the next chunk for a worker; returns its ordinal, and what tells when it has been read."""
+        ordinal = self._next[worker]
+        self._next[worker] += 1
+        self._offered[worker, ordinal] = buffers
+        return ordinal, _Offered(self, (worker, ordinal))
+
+    def _was_read(self, worker: int, ordinal: int) -> bool:
+        """Note that a chunk of this round was read; returns whether that is news."""
+        if self._offered.pop((worker, ordinal), None) is None:
+            return False
+        if ordinal == 0:
+            faults.reach("communicator.first_piece")
+        return True
+
+    def _poll(self) -> bool:
+        """Hear what has been read; returns whether anything was."""
+        raise NotImplementedError
+
+    def unread(self) -> set[Key]:
+        """The chunks that have been offered and not read."""
+        self._poll()
+        return set(self._offered)
+
+    def wait(self, keys: set[Key], deadline: Deadline) -> None:
+        """Wait until these chunks have been read.
+
+        Raises:
+            PeerStalled: Workers do not read; they are named.
+            DeadlineExceeded: The deadline passed.
+        """
+        patience = Patience(self._stall)
+        while left := keys & self._offered.keys():
+            if self._poll():
+                patience.moved()
+                continue
+            names = ", ".join(sorted({self._workers[worker] for worker, _ in left}))
+            patience.pause(deadline, f"{self._label} waits for {names} to read")
+
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until everything has been read."""
+        self.wait(set(self._offered), deadline)
