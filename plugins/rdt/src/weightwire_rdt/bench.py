@@ -1,6 +1,9 @@
 """Benchmark cases of sharded_rdt: whole rounds of `send_weights` against plain NIXL reads between the same processes.
 
-nixl   one trainer rank, one worker
+nixl   one trainer rank, one worker, over NIXL
+ray    the same over Ray's own direct transport
+auto   the same over what is chosen, against Ray's object store
+gloo   the same over gloo
 2to2   two trainer ranks with shards, two tensor-parallel workers
 4to2   four trainer ranks
 """
@@ -8,7 +11,7 @@ nixl   one trainer rank, one worker
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from weightwire.clients.fanout import FanoutClient
@@ -20,11 +23,20 @@ from weightwire.testing.workers import RankClient
 from weightwire.worker import Worker
 from weightwire_rdt import bench_fleet
 from weightwire_rdt.bench_nixl import RawNixl
+from weightwire_rdt.bench_ray import RawRay
 from weightwire_rdt.local_cluster import LocalCluster
 from weightwire_rdt.messages import ShardedRDTTrainerInitInfo, TensorTransport
 
+_ROOM: Final = 128 << 20
 _FLEETS: Final = {"2to2": (2, 2), "4to2": (4, 2)}
-CASES: Final = ("nixl", *_FLEETS)
+_PAIRS: Final[Mapping[str, tuple[TensorTransport, str]]] = {
+    "nixl": ("nixl", "raw_nixl"),
+    "ray": ("ray_nixl", "raw_ray_nixl"),
+    "auto": ("auto", "raw_object_store"),
+    "gloo": ("gloo", "raw_nixl"),
+}
+"""Of each case of one trainer rank and one worker the transport, and what it is held against."""
+CASES: Final = (*_PAIRS, *_FLEETS)
 
 
 class RDTWay(Way):
@@ -73,15 +85,17 @@ def run(options: Options, cases: Sequence[str] | None, progress: Callable[[str],
     """Measure `cases`, all if None, in a Ray cluster that lives as long.
 
     Returns:
-        With the ratios `rdt.bytes.needed` (bytes pulled over bytes that the workers load), `rdt.nixl.raw`,
-        `rdt.2to2.raw` and `rdt.4to2.raw` (speeds over plain NIXL reads by as many processes).
+        With the ratios `rdt.bytes.needed` (bytes pulled over bytes that the workers load); `rdt.nixl.raw`,
+        `rdt.gloo.raw`, `rdt.2to2.raw` and `rdt.4to2.raw` (speeds over plain NIXL reads by as many processes);
+        `rdt.ray.raw` (over Ray's direct transport by itself) and `rdt.auto.object_store` (over Ray's object store).
     """
     wanted = cases or CASES
-    with LocalCluster() as cluster:
+    with LocalCluster(object_store_bytes=2 * options.nbytes + _ROOM) as cluster:
         before = dict(os.environ)
         os.environ.update(cluster.variables)
         try:
-            report = run_bench("rdt", [_one_to_one(options)] if "nixl" in wanted else [], options, progress=progress)
+            pairs = [_one_to_one(case, options) for case in wanted if case in _PAIRS]
+            report = run_bench("rdt", pairs, options, progress=progress)
             _add_bytes(report)
             for case in wanted:
                 if case in _FLEETS:
@@ -92,14 +106,16 @@ def run(options: Options, cases: Sequence[str] | None, progress: Callable[[str],
     return report
 
 
-def _one_to_one(options: Options) -> Case:
+def _one_to_one(case: str, options: Options) -> Case:
+    transport, raw = _PAIRS[case]
+    against = RawNixl() if raw == RawNixl.name else RawRay(raw)
     return Case(
-        name="nixl",
+        name=case,
         payload=model_like(options.nbytes, tensors=options.tensors),
         receivers=1,
-        ways=[RDTWay("nixl"), RawNixl()],
-        subject="rdt_nixl",
-        references={"raw": ("raw_nixl",)},
+        ways=[RDTWay(transport), against],
+        subject=f"rdt_{transport}",
+        references={raw.removeprefix("raw_") if case == "auto" else "raw": (raw,)},
     )
 
 

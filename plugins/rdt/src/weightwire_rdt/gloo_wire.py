@@ -22,7 +22,12 @@ class GlooServing:
     Args:
         communicator: The group; None where nobody asked for anything.
         ranks: Of each worker rank its rank in the group.
+
+    Attributes:
+        ahead: See `Outlet`.
     """
+
+    ahead = 1
 
     def __init__(self, communicator: Communicator | None, ranks: Mapping[int, int]) -> None:
         self._communicator = communicator

@@ -26,6 +26,7 @@ class Installer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._dropped = False
+        self._then: Callable[[], None] | None = None
 
     def begin(self) -> None:
         """A round begins: what went wrong in the last one is forgotten."""
@@ -57,9 +58,14 @@ class Installer:
             except BaseException as raised:  # noqa: BLE001 - raised again by `drain`
                 self._error = raised
             del work
+            then = None
             with self._condition:
                 self._unfinished -= 1
+                if not self._unfinished:
+                    then, self._then = self._then, None
                 self._condition.notify_all()
+            if then is not None:
+                then()
 
     @property
     def busy(self) -> bool:
@@ -85,9 +91,17 @@ class Installer:
             deadline.wait_for(lambda: not self._unfinished, self._condition, "what arrived to be installed")
         self.check()
 
-    def drop(self, *, wait: bool = True) -> None:
-        """Do nothing more of what waits, and wait for what is being done unless told not to."""
+    def drop(self) -> None:
+        """Do nothing more of what waits, and wait for what is being done."""
         with self._condition:
             self._dropped = True
-            if wait:
-                self._condition.wait_for(lambda: not self._unfinished)
+            self._condition.wait_for(lambda: not self._unfinished)
+
+    def retire(self, then: Callable[[], None]) -> None:
+        """Do nothing more of what waits, and call `then` once what is being done is over, without waiting for it."""
+        with self._condition:
+            self._dropped = True
+            if self._unfinished:
+                self._then = then
+                return
+        then()

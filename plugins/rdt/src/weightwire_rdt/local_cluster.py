@@ -48,6 +48,8 @@ class LocalCluster:
         access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | access
         # Otherwise every process that joins has as many workers started as there are processors, for no task.
+        # And what it starts would yield to every other process; but here the others wait for it.
+        environment |= {"RAY_worker_niceness": "0"}
         environment |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
         arguments = [self._directory.name, str(self._cpus), str(self._object_store_bytes)]
         self._head = subprocess.Popen(

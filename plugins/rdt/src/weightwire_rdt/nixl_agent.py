@@ -152,6 +152,12 @@ class NixlAgent:
         with self._lock:
             return self._agent.register_memory([(*span, "") for span in spans], memory, [_BACKEND])
 
+    def register_storage(self, tensor: Tensor) -> Any:
+        """As `register`, for the whole storage of a tensor."""
+        storage = tensor.untyped_storage()
+        span = Span(storage.data_ptr(), storage.nbytes(), tensor.device.index or 0)
+        return self.register([span], memory_of(tensor.device))
+
     def deregister(self, registration: Any) -> None:
         """Take that back; nothing may be reading it."""
         with self._lock:

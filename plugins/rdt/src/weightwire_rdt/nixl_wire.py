@@ -52,7 +52,12 @@ class NixlServing(Offers):
         label: This rank in words.
         box: This rank's box.
         stall: Seconds in which nothing moves that are too many.
+
+    Attributes:
+        ahead: See `Outlet`.
     """
+
+    ahead = 1
 
     def __init__(
         self, agent: NixlAgent, rank: int, peers: Mapping[int, Peer], *, label: str, box: str, stall: float
@@ -62,7 +67,7 @@ class NixlServing(Offers):
         self._rank = rank
         self._peers = peers
         self._box = box
-        self._registrations = Registrations(agent)
+        self._registrations = Registrations(agent.register_storage, agent.deregister)
         self._told = dict.fromkeys(peers, 0)
         self._polling = Polling(agent)
         agent.open_box(box)
@@ -173,7 +178,7 @@ class NixlReading:
         self._label = label
         self._box = box
         self._stall = stall
-        self._registrations = Registrations(agent)
+        self._registrations = Registrations(agent.register_storage, agent.deregister)
         self._round = 0
         self._offers: dict[tuple[int, int, int], _Offer] = {}
         self._patience = Patience(stall)

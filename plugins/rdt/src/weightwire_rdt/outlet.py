@@ -17,7 +17,14 @@ Key = tuple[int, int]
 
 
 class Outlet(Protocol):
-    """A trainer rank's end of a wire."""
+    """A trainer rank's end of a wire.
+
+    Attributes:
+        ahead: How many times as many buffers as are on their way at a time it takes to keep a worker busy: more than
+            one where hearing that a chunk was read takes long.
+    """
+
+    ahead: int
 
     def begin_round(self, number: int) -> None:
         """A round begins."""
@@ -50,7 +57,7 @@ class _Offered:
 
     @property
     def done(self) -> bool:
-        return self._key not in self._offers.unread()
+        return self._offers.was_read(self._key)
 
     def wait(self, deadline: Deadline) -> None:
         self._offers.wait({self._key}, deadline)
@@ -97,6 +104,11 @@ class Offers:
     def _poll(self) -> bool:
         """Hear what has been read; returns whether anything was."""
         raise NotImplementedError
+
+    def was_read(self, key: Key) -> bool:
+        """Whether a chunk has been read."""
+        self._poll()
+        return key not in self._offered
 
     def unread(self) -> set[Key]:
         """The chunks that have been offered and not read."""

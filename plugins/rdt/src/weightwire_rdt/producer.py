@@ -86,15 +86,15 @@ class Producer:
 
     # Chunks, where Ray carries them: see `Shelf`
 
-    async def shelve(self, link: str, number: int, worker: int, ordinal: int, chunk: list[Any]) -> None:
-        """Lay a chunk ready: a list of one reference, so that Ray does not fetch it."""
+    async def shelve(self, link: str, number: int, worker: int, parcel: int, content: list[Any]) -> None:
+        """Lay a parcel ready: the ordinals of its chunks, and references in a list, so that Ray does not fetch them."""
         if link in self._links:
-            self._links[link].shelf.put(number, worker, ordinal, chunk)
+            self._links[link].shelf.put(number, worker, parcel, content)
 
     async def take(self, link: str, number: int, worker: int, first: int, timeout: float) -> dict[str, Any]:
-        """`{"chunks": those from ordinal `first` on}`; none after `timeout` seconds."""
+        """`{"parcels": those from `first` on}`; none after `timeout` seconds."""
         try:
-            return {"chunks": await self._opened(link).shelf.take(number, worker, first, timeout)}
+            return {"parcels": await self._opened(link).shelf.take(number, worker, first, timeout)}
         except WeightwireError as error:
             return answer_of(error)
 

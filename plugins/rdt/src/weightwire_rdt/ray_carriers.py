@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weightwire.errors import TransferError
 from weightwire_rdt.cluster import join_cluster
+from weightwire_rdt.registrations import Registrations
 
 
 class Carrier(Protocol):
@@ -24,8 +25,20 @@ class Carrier(Protocol):
     divides: bool
     holds: bool
 
-    def put(self, buffers: Sequence[Tensor]) -> tuple[Any, object]:
-        """Returns the reference, and what must be kept until the chunk has been read."""
+    def put(self, buffers: Sequence[Tensor]) -> Any:
+        """A reference to a chunk, which must be kept until it has been read."""
+
+    def begin_round(self) -> None:
+        """A round begins."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+    def pack(self, references: list[Any]) -> list[Any]:
+        """References to chunks as they go through an actor that does not look into them."""
+
+    def unpack(self, packed: list[Any], seconds: float) -> list[Any]:
+        """The references that were packed."""
 
     def get(self, reference: Any, buffers: Sequence[Tensor], seconds: float) -> None:
         """Have a chunk written into `buffers`.
@@ -41,10 +54,23 @@ class ObjectStore:
     divides = True
     holds = True
 
-    def put(self, buffers: Sequence[Tensor]) -> tuple[Any, object]:
+    def begin_round(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def put(self, buffers: Sequence[Tensor]) -> Any:
         """See `Carrier.put`."""
-        reference = join_cluster().put([buffer.cpu().numpy() for buffer in buffers])
-        return reference, reference
+        return join_cluster().put([buffer.cpu().numpy() for buffer in buffers])
+
+    def pack(self, references: list[Any]) -> list[Any]:
+        """See `Carrier.pack`."""
+        return references
+
+    def unpack(self, packed: list[Any], seconds: float) -> list[Any]:
+        """See `Carrier.unpack`."""
+        return packed
 
     def get(self, reference: Any, buffers: Sequence[Tensor], seconds: float) -> None:
         """See `Carrier.get`."""
@@ -75,24 +101,71 @@ class RayNixl:
     divides = False
     holds = False
 
-    def put(self, buffers: Sequence[Tensor]) -> tuple[Any, object]:
+    def __init__(self) -> None:
+        # Ray registers what it has not been told of, and what it takes back again has the other process connect anew.
+        self._registrations = Registrations(_register, _deregister)
+
+    def begin_round(self) -> None:
+        """Take back what has been freed."""
+        self._registrations.sweep()
+
+    def close(self) -> None:
+        """Take everything back."""
+        self._registrations.close()
+
+    def put(self, buffers: Sequence[Tensor]) -> Any:
         """See `Carrier.put`."""
-        ray = join_cluster()
-        reference = ray.put(list(buffers), _tensor_transport="nixl")
-        # In a box: whoever unpacks such a reference needs torch, and the producer does without.
-        return ray.put([reference]), reference
+        for buffer in buffers:
+            self._registrations.hold(buffer)
+        return join_cluster().put(list(buffers), _tensor_transport="nixl")
+
+    def pack(self, references: list[Any]) -> list[Any]:
+        """In a box: whoever unpacks such references needs torch, and the producer does without."""
+        return [join_cluster().put(references)]
+
+    def unpack(self, packed: list[Any], seconds: float) -> list[Any]:
+        """See `Carrier.unpack`."""
+        references: list[Any] = join_cluster().get(packed[0], timeout=seconds)
+        return references
 
     def get(self, reference: Any, buffers: Sequence[Tensor], seconds: float) -> None:
         """See `Carrier.get`."""
         ray = join_cluster()
         from ray.experimental import set_target_for_ref
 
-        (inner,) = ray.get(reference, timeout=seconds)
+        for buffer in buffers:
+            self._registrations.hold(buffer)
         try:
-            set_target_for_ref(inner, list(buffers))
-            ray.get(inner, timeout=seconds)
+            set_target_for_ref(reference, list(buffers))
+            ray.get(reference, timeout=seconds)
         finally:
-            _forget(ray, inner)
+            _forget(ray, reference)
+
+
+class _Storage:
+    """What Ray asks of a tensor whose memory it forgets; the tensor itself may be gone."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def untyped_storage(self) -> _Storage:
+        return self
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def _register(tensor: Tensor) -> int:
+    from ray.experimental import register_nixl_memory
+
+    register_nixl_memory(tensor)
+    return tensor.untyped_storage().data_ptr()
+
+
+def _deregister(address: int) -> None:
+    from ray.experimental import deregister_nixl_memory
+
+    deregister_nixl_memory(_Storage(address))
 
 
 def _forget(ray: Any, reference: Any) -> None:

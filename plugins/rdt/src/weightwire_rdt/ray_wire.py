@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from weightwire_rdt.ray_carriers import Carrier
 _SLICE: Final = 1.0
 _HELD: Final = 4
 """Chunks for one worker that may take room at a time."""
+_PARCEL_BYTES: Final = 256 << 20
 
 
 class _Asking:
@@ -66,6 +68,15 @@ def _lost(ray: Any, error: Exception, whom: str) -> WeightwireError:
     return TransferError(f"{whom}: {first_line(error)}", transport="sharded_rdt")
 
 
+@dataclass(slots=True)
+class _Parcel:
+    """Chunks that have been put and not laid ready."""
+
+    ordinals: list[int] = field(default_factory=list)
+    references: list[Any] = field(default_factory=list)
+    nbytes: int = 0
+
+
 class RayServing(Offers):
     """A trainer rank's end.
 
@@ -76,7 +87,12 @@ class RayServing(Offers):
         workers: Every worker that asked for something, in words.
         label: This rank in words.
         stall: Seconds in which nothing moves that are too many.
+
+    Attributes:
+        ahead: See `Outlet`.
     """
+
+    ahead = 8
 
     def __init__(
         self, carrier: Carrier, producer: Any, link: str, workers: Mapping[int, str], *, label: str, stall: float
@@ -85,13 +101,18 @@ class RayServing(Offers):
         self._carrier = carrier
         self._producer = producer
         self._link = link
-        self._kept: dict[Key, object] = {}
+        self._kept: dict[Key, Any] = {}
+        self._parcels: dict[int, _Parcel] = {}
+        self._numbers = dict.fromkeys(workers, 0)
         self._hearing = _Asking(f"the producer of {label}")
 
     def begin_round(self, number: int) -> None:
         """A round begins."""
         super().begin_round(number)
+        self._carrier.begin_round()
         self._kept.clear()
+        self._parcels.clear()
+        self._numbers = dict.fromkeys(self._workers, 0)
         self._hearing.forget()
 
     def end_round(self) -> None:
@@ -100,14 +121,35 @@ class RayServing(Offers):
     def send(self, buffers: Sequence[Tensor], to: Sequence[int], *, deadline: Deadline) -> Pending:
         """Lay the next chunk ready for the worker in `to`; the buffers may be used again once it is done."""
         (worker,) = to
-        if self._carrier.holds:
-            mine = sorted(key for key in self._offered if key[0] == worker)
-            self.wait(set(mine[: len(mine) + 1 - _HELD]) if len(mine) >= _HELD else set(), deadline)
-        reference, kept = self._carrier.put(buffers)
+        mine = [key for key in self._offered if key[0] == worker]
+        if self._carrier.holds and len(mine) >= _HELD:
+            self.wait({min(mine)}, deadline)
         ordinal, pending = self._offer(buffers, worker)
-        self._kept[worker, ordinal] = kept
-        self._producer.shelve.remote(self._link, self._round, worker, ordinal, [reference])
+        self._kept[worker, ordinal] = reference = self._carrier.put(buffers)
+        parcel = self._parcels.setdefault(worker, _Parcel())
+        parcel.ordinals.append(ordinal)
+        parcel.references.append(reference)
+        parcel.nbytes += sum(buffer.numel() for buffer in buffers)
+        if self._carrier.holds or parcel.nbytes >= _PARCEL_BYTES:
+            self._shelve(worker)
         return pending
+
+    def _shelve(self, worker: int) -> None:
+        parcel = self._parcels.pop(worker)
+        content = [parcel.ordinals, self._carrier.pack(parcel.references)]
+        self._producer.shelve.remote(self._link, self._round, worker, self._numbers[worker], content)
+        self._numbers[worker] += 1
+
+    def unread(self) -> set[Key]:
+        """See `Offers.unread`; what has been offered is on its way."""
+        for worker in list(self._parcels):
+            self._shelve(worker)
+        return super().unread()
+
+    def wait(self, keys: set[Key], deadline: Deadline) -> None:
+        """See `Offers.wait`."""
+        self.unread()
+        super().wait(keys, deadline)
 
     def _poll(self) -> bool:
         if not self._offered:
@@ -123,6 +165,7 @@ class RayServing(Offers):
         """Let go of everything."""
         self._offered.clear()
         self._kept.clear()
+        self._carrier.close()
 
 
 class _Getting:
@@ -173,6 +216,7 @@ class RayReading:
     def begin_round(self, number: int) -> None:
         """A round begins."""
         self._round = number
+        self._carrier.begin_round()
         self._next = dict.fromkeys(self._producers, 0)
         self._chunks.clear()
         for asking in self._asking.values():
@@ -189,9 +233,17 @@ class RayReading:
     def _poll(self, owner: int) -> None:
         take, first = self._producers[owner].take, self._next[owner]
         answered = self._asking[owner].answer(take, self._link, self._round, self._worker, first)
-        for (reference,) in answered["chunks"] if answered is not None else ():
-            self._chunks[owner, self._next[owner]] = reference
+        for ordinals, packed in answered["parcels"] if answered is not None else ():
+            references = self._unpacked(packed, owner)
+            self._chunks |= {(owner, ordinal): one for ordinal, one in zip(ordinals, references, strict=True)}
             self._next[owner] += 1
+
+    def _unpacked(self, packed: list[Any], owner: int) -> list[Any]:
+        ray = join_cluster()
+        try:
+            return self._carrier.unpack(packed, self._stall)
+        except ray.exceptions.RayError as error:
+            raise _lost(ray, error, f"trainer rank {owner}") from error
 
     def receive(self, chunks: Sequence[Chunk], owner: int, deadline: Deadline) -> _Getting:
         """Begin to get chunks that are `ready`."""
@@ -201,12 +253,12 @@ class RayReading:
 
         def get() -> None:
             ray = join_cluster()
-            for chunk, reference in wanted:
-                try:
+            try:
+                for chunk, reference in wanted:
                     self._carrier.get(reference, chunk.buffers, min(self._stall, deadline.remaining()))
-                except ray.exceptions.RayError as error:
-                    raise _lost(ray, error, f"trainer rank {owner}") from error
-                tell(self._producers[owner].read, self._link, number, self._worker, [chunk.ordinal])
+            except ray.exceptions.RayError as error:
+                raise _lost(ray, error, f"trainer rank {owner}") from error
+            tell(self._producers[owner].read, self._link, number, self._worker, [chunk.ordinal for chunk in chunks])
             getting.here.set()
 
         self._getter.submit(get)
@@ -224,4 +276,4 @@ class RayReading:
     def close(self, error: BaseException | None = None) -> None:
         """Let go of everything; what is being got is kept by the thread that gets it."""
         self._chunks.clear()
-        self._getter.drop(wait=False)
+        self._getter.retire(self._carrier.close)

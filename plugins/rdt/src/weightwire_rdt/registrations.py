@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
-
-from weightwire_rdt.nixl_agent import NixlAgent, Span, memory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +25,16 @@ class Registrations:
     again for another one, with other pages behind it, so what is expired is never taken for registered.
 
     Args:
-        agent: The process's agent.
+        register: Has the storage of a tensor registered, whole.
+        deregister: Takes that back, given what `register` returned.
 
     Attributes:
         changes: How often something was registered, so that the others know whether they have to be told.
     """
 
-    def __init__(self, agent: NixlAgent) -> None:
-        self._agent = agent
+    def __init__(self, register: Callable[[Tensor], Any], deregister: Callable[[Any], None]) -> None:
+        self._register = register
+        self._deregister = deregister
         self._known: dict[tuple[torch.device, int], _Known] = {}
         self.changes = 0
 
@@ -45,21 +46,19 @@ class Registrations:
         if known is not None:
             if not known.storage.expired() and known.nbytes == storage.nbytes():
                 return
-            self._agent.deregister(self._known.pop(key).registration)
-        span = Span(storage.data_ptr(), storage.nbytes(), tensor.device.index or 0)
-        registration = self._agent.register([span], memory_of(tensor.device))
-        self._known[key] = _Known(_weak(storage), storage.nbytes(), registration)
+            self._deregister(self._known.pop(key).registration)
+        self._known[key] = _Known(_weak(storage), storage.nbytes(), self._register(tensor))
         self.changes += 1
 
     def sweep(self) -> None:
         """Take back what has been freed since."""
         for key in [key for key, known in self._known.items() if known.storage.expired()]:
-            self._agent.deregister(self._known.pop(key).registration)
+            self._deregister(self._known.pop(key).registration)
 
     def close(self) -> None:
         """Take everything back."""
         while self._known:
-            self._agent.deregister(self._known.popitem()[1].registration)
+            self._deregister(self._known.popitem()[1].registration)
 
 
 def _weak(storage: torch.UntypedStorage) -> Any:

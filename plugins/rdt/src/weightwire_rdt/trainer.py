@@ -125,8 +125,11 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
             piece_bytes=info.buffer_bytes,
             window=info.num_rdt_buffers,
         )
-        self._way, self._wire = meeting.agree(info.tensor_transport, trainer_ways(end), gather, deadline)
-        self._ring = new_ring(len(workers), info.num_rdt_buffers, info.buffer_bytes + _MARGIN, self._device())
+        self._way, wire = meeting.agree(info.tensor_transport, trainer_ways(end), gather, deadline)
+        self._wire = wire
+        self._ring = new_ring(
+            len(workers), wire.ahead * info.num_rdt_buffers, info.buffer_bytes + _MARGIN, self._device()
+        )
 
     def _open_producer(self, link: str, deadline: Deadline) -> list[str]:
         """Open the link at this process's producer; returns that one's name and namespace."""
