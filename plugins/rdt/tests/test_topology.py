@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -19,6 +21,7 @@ from core.tests.sharded_fleet import (
     full,
     held,
     info,
+    send,
     sent_by,
     serve,
     whole,
@@ -26,7 +29,7 @@ from core.tests.sharded_fleet import (
 from plugins.rdt.tests.fleet import Trainers
 from weightwire import LocalClient, ModuleSource, WeightTransferTrainerFactory, Worker
 from weightwire.clients.fanout import FanoutClient
-from weightwire.errors import TransferError, UpdateRefused
+from weightwire.errors import PeerLost, TransferError, UpdateRefused
 from weightwire.layout import ParamMeta, Replicate, Shard
 from weightwire.source import WeightSource
 from weightwire.testing.fixtures import BorrowRanks
@@ -269,3 +272,45 @@ def serve_itself(state: State) -> list[bool]:
 
 def test_a_trainer_that_serves_itself(ranks: BorrowRanks) -> None:
     assert ranks(1)[0].call(serve_itself) == [True] * 8
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["ray_nixl", "object_store"])
+def test_a_producer_that_carries_references_and_dies(ranks: BorrowRanks, way: str) -> None:
+    workers, trainers = ranks(1), ranks(2)
+    fleet = Trainers(trainers, serve(workers, model, NAMES), boxes, METADATA, tensor_transport=way, **SMALL).opened()
+    fleet.send(1)
+    trainers[1].call(kill_producer)
+    errors = fleet.send_in_vain(2)
+    assert all(isinstance(error, PeerLost) for error in errors)
+    assert any("the producer of trainer rank 1 is gone" in str(error) for error in errors)
+    check(workers, 1)
+    assert fleet.send(3)["reinitialised"]
+    check(workers, 3)
+    fleet.close()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["ray_nixl", "gloo", "object_store"])
+def test_a_trainer_rank_that_is_killed_in_the_middle(ranks: BorrowRanks, way: str) -> None:
+    workers, trainers = ranks(1), ranks(2)
+    fleet = Trainers(trainers, serve(workers, model, NAMES), boxes, METADATA, tensor_transport=way, **SMALL).opened()
+    fleet.send(1)
+    source_stops = trainers[1].start(stop_before_sending)
+    errors = [call.exception() for call in [rank.start(send, 2) for rank in trainers]]
+    source_stops.exception()
+    assert isinstance(errors[0], PeerLost)
+    assert "trainer rank 1" in str(errors[0])
+    check(workers, 1)
+    assert workers[0].call(info)["weights"] == "whole"
+
+
+def stop_before_sending(state: State) -> None:
+    """End this process when its source is next asked for something."""
+
+    def end() -> Iterator[tuple[str, Tensor]]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        yield from ()
+
+    state["source"].iter_local = end
+    state["source"].resident = lambda: None
