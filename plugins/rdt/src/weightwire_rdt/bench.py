@@ -4,6 +4,7 @@ nixl   one trainer rank, one worker, over NIXL
 ray    the same over Ray's own direct transport
 auto   the same over what is chosen, against Ray's object store
 gloo   the same over gloo
+object_store   the same through Ray's object store
 2to2   two trainer ranks with shards, two tensor-parallel workers
 4to2   four trainer ranks
 """
@@ -34,6 +35,7 @@ _PAIRS: Final[Mapping[str, tuple[TensorTransport, str]]] = {
     "ray": ("ray_nixl", "raw_ray_nixl"),
     "auto": ("auto", "raw_object_store"),
     "gloo": ("gloo", "raw_nixl"),
+    "object_store": ("object_store", "raw_object_store"),
 }
 """Of each case of one trainer rank and one worker the transport, and what it is held against."""
 CASES: Final = (*_PAIRS, *_FLEETS)
@@ -87,7 +89,8 @@ def run(options: Options, cases: Sequence[str] | None, progress: Callable[[str],
     Returns:
         With the ratios `rdt.bytes.needed` (bytes pulled over bytes that the workers load); `rdt.nixl.raw`,
         `rdt.gloo.raw`, `rdt.2to2.raw` and `rdt.4to2.raw` (speeds over plain NIXL reads by as many processes);
-        `rdt.ray.raw` (over Ray's direct transport by itself) and `rdt.auto.object_store` (over Ray's object store).
+        `rdt.ray.raw` (over Ray's direct transport by itself); `rdt.auto.object_store` and `rdt.object_store.raw` (over
+        tensors that go through Ray's object store as they are).
     """
     wanted = cases or CASES
     with LocalCluster(object_store_bytes=2 * options.nbytes + _ROOM) as cluster:
