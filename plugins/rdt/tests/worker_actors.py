@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,9 @@ def served(parallel: ParallelConfig, device: torch.device, *, zeroed: bool) -> n
 
 class Answering(WorkerActor):
     """A worker that answers with its model."""
+
+    def process(self) -> int:
+        return os.getpid()
 
     def norm(self) -> float:
         with self.worker.reading():
@@ -102,8 +107,13 @@ def ask_actors(state: State, method: str, *arguments: Any) -> list[Any]:
 
 
 def kill_worker(state: State, rank: int, restart: bool = False) -> None:
-    """End one actor's process."""
-    join_cluster().kill(state["group"].actors[rank], no_restart=not restart)
+    """End one actor's process; it may still answer before it hears that it is to end."""
+    ray, actor = join_cluster(), state["group"].actors[rank]
+    process = Path("/proc", str(ray.get(actor.process.remote(), timeout=30)))
+    ray.kill(actor, no_restart=not restart)
+    deadline = Deadline(20, what="the worker to be gone")
+    while process.exists():
+        deadline.sleep(0.02)
 
 
 def send_when_back(state: State, seed: int, label: str) -> dict[str, Any]:
