@@ -152,9 +152,20 @@ def _one_rank(vllm_config: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def differing(one: nn.Module, other: nn.Module) -> list[str]:
     """The parameters and buffers that are not bit for bit the same."""
-    second = tensors_of(other)
-    pairs = ((name, tensor.detach(), second[name].detach()) for name, tensor in tensors_of(one).items())
+    second = _with_packed(other)
+    pairs = ((name, tensor.detach(), second[name].detach()) for name, tensor in _with_packed(one).items())
     return [name for name, a, b in pairs if not torch.equal(_bits(a), _bits(b))]
+
+
+def _with_packed(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers; of a weight that a kernel of this processor has packed away, what it does to ones."""
+    found = dict(tensors_of(model))
+    for name, module in model.named_modules():
+        weight, linear = getattr(module, "weight", None), getattr(module, "cpu_linear", None)
+        if isinstance(weight, Tensor) and linear is not None and not weight.numel():
+            width = getattr(module, "input_size_per_partition", None) or module.input_size
+            found[f"{name}.weight"] = linear(torch.eye(int(width), dtype=weight.dtype), weight, None)
+    return found
 
 
 def _bits(tensor: Tensor) -> Tensor:
