@@ -68,7 +68,24 @@ class Installation:
         """Process what waited for more, and put back what nothing came for."""
         with torch.no_grad(), set_current_vllm_config(self._vllm_config):
             finalize_layerwise_reload(self._model, self._model_config)
+            self._pack_tied_again()
         self._put_kernels_back()
+
+    def _pack_tied_again(self) -> None:
+        """Have layers on a CPU that share their weight with another one pack it for their kernels again.
+
+        Nothing comes for a head that is tied to the embedding, so vLLM's reload leaves it alone; but where the
+        processor's kernels take packed weights it has a copy of the old ones, and would answer with them.
+        """
+        tied: dict[int, list[nn.Module]] = {}
+        for layer in self._model.modules():
+            weight = getattr(layer, "weight", None)
+            if isinstance(weight, torch.Tensor) and weight.numel() and hasattr(layer, "cpu_linear"):
+                tied.setdefault(weight.data_ptr(), []).append(layer)
+        for layers in tied.values():
+            for layer in layers if len(layers) > 1 else ():
+                method: Any = layer.quant_method
+                method.process_weights_after_loading(layer)
 
     def abandon(self) -> None:
         """Put back the old tensors of every layer that has not been replaced: some layers are new, the others old.
