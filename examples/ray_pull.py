@@ -264,7 +264,9 @@ def main(
     trainers: Annotated[int, typer.Option(min=1, help="Trainer ranks.")] = 2,
     workers: Annotated[int, typer.Option(min=1, help="Worker ranks; a power of two up to 8.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps of training.")] = 3,
-    transport: Annotated[Literal["auto", "nixl", "ray_nixl", "gloo", "object_store"], typer.Option(help="How the weights travel.")] = "auto",
+    transport: Annotated[
+        Literal["auto", "nixl", "ray_nixl", "gloo", "object_store"], typer.Option(help="How the weights travel.")
+    ] = "auto",
     cpus: Annotated[float, typer.Option(help="CPUs of each rank.")] = 1,
     gpus: Annotated[float, typer.Option(help="GPUs of each rank.")] = 0,
     strategy: Annotated[Strategy, typer.Option(help="How ranks are placed over the nodes.")] = "PACK",
