@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -63,7 +64,7 @@ class _Offered:
         self._offers.wait({self._key}, deadline)
 
 
-class Offers:
+class Offers(ABC):
     """The part of an `Outlet` that knows what has been offered and not read.
 
     Args:
@@ -101,9 +102,9 @@ class Offers:
             faults.reach("communicator.first_piece")
         return True
 
+    @abstractmethod
     def _poll(self) -> bool:
         """Hear what has been read; returns whether anything was."""
-        raise NotImplementedError
 
     def was_read(self, key: Key) -> bool:
         """Whether a chunk has been read."""

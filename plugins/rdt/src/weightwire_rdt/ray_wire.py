@@ -1,8 +1,10 @@
 """Chunks that Ray carries: a trainer rank lays references ready at its producer, and the worker gets what they name.
 
-trainer rank -> producer   shelve: round, worker, ordinal, reference
-worker -> producer         take: the references from an ordinal on; read: which ones it has got
-producer -> trainer rank   heard: which ones have been got
+trainer rank -> producer   shelve: round, worker, number of the parcel, ordinals of its chunks, references
+worker -> producer         take: the parcels from a number on; read: which chunks it has got
+producer -> trainer rank   heard: which chunks have been got
+
+A parcel is what a trainer rank has offered to a worker since the last one: an actor's answer takes as long as many MiB.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class _Asking:
 
 
 def _lost(ray: Any, error: Exception, whom: str) -> WeightwireError:
-    gone = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError)
+    gone = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)  # which the death of an owner is, too
     if isinstance(error, gone):
         return PeerLost(f"{whom} is gone: {first_line(error)}", transport="sharded_rdt")
     return TransferError(f"{whom}: {first_line(error)}", transport="sharded_rdt")
