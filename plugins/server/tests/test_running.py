@@ -163,6 +163,7 @@ def test_a_call_that_was_repeated_outlives_its_connection(scene: Scene, monkeypa
 
 def host(state: State, backend: str | None, **options: Any) -> str:
     """Serve a worker in this rank; returns its URL."""
+    brake.arm()  # an earlier test may have had this rank
     state["worker"] = worker = Worker(small_model(), backend=backend)
     server = BoundServer(create_app(worker, **options))
     server.start()
