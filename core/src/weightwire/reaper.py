@@ -8,7 +8,7 @@ An interpreter that ends must neither wait for such a group nor be hurt by it. H
 not destroyed in order is never destroyed at all: `retain` takes a reference that only `destroy` gives back. And no
 thread of Python may return from C++ while the interpreter is being taken down, since CPython ends it there and C++
 calls that a crash (exit status 134): such calls go through `settled`, in short slices, and the last slice is
-waited for.
+waited for, as is, for a second, a group that `construct` is still making.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from weightwire.deadline import Deadline
 
 _INTERVAL = 0.1
 _EXIT_SECONDS = 1.0
+_CONSTRUCT_INTERVAL = 0.005
 
 _condition = threading.Condition()
 _parked: list[_Parked] = []
@@ -34,6 +35,7 @@ _thread: threading.Thread | None = None
 _teardown = threading.RLock()
 _never = threading.Event()
 _inside: set[int] = set()
+_constructing: set[int] = set()
 _leaver: int | None = None
 
 
@@ -51,6 +53,71 @@ class _Parked:
 def retain(group: Any) -> None:
     """Keep `group` from being destroyed by anything but `destroy`, the end of the interpreter included."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def construct(make: Callable[[], Any], *, watch: Callable[[], None]) -> Any:
+    """Make a process group on a thread of its own, since its constructor cannot be interrupted either.
+
+    A constructor of gloo whose peer leaves at the wrong moment waits for a connection until its own timeout.
+
+    Args:
+        make: Constructs a group and returns it; ends by itself some time.
+        watch: Called meanwhile, every few milliseconds; raises once the group is given up.
+
+    Returns:
+        The group, retained. One that is given up and made all the same is parked.
+
+    Raises:
+        BaseException: What `make` or `watch` raised.
+    """
+    construction = _Construction(make)
+    construction.start()
+    try:
+        while not construction.ended.wait(_CONSTRUCT_INTERVAL):
+            watch()
+    except BaseException:
+        construction.give_up()
+        raise
+    construction.join()
+    if construction.error is not None:
+        raise construction.error
+    return construction.group
+
+
+class _Construction(threading.Thread):
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__(name="weightwire-construct", daemon=True)
+        self._make = make
+        self._lock = threading.Lock()
+        self._given_up = False
+        self.ended = threading.Event()
+        self.group: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        thread = threading.get_ident()
+        _constructing.add(thread)
+        try:
+            group = self._make()
+            retain(group)
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            self.error = error
+        else:
+            with self._lock:
+                if not self._given_up:
+                    self.group = group
+                elif _leaver is None:
+                    park([group])
+        finally:
+            self.ended.set()
+            _constructing.discard(thread)
+
+    def give_up(self) -> None:
+        with self._lock:
+            self._given_up = True
+            group, self.group = self.group, None
+        if group is not None:
+            park([group])
 
 
 def destroy(groups: list[Any]) -> None:
@@ -166,5 +233,6 @@ def _leave() -> None:
     with _teardown:
         _leaver = threading.get_ident()
     until = time.monotonic() + _EXIT_SECONDS
-    while _inside - {_leaver} and time.monotonic() < until:
+    # A constructor that waits for its peer goes on for longer than that, as a rule until the process has ended.
+    while (_inside - {_leaver} or _constructing) and time.monotonic() < until:
         time.sleep(0.001)

@@ -119,14 +119,28 @@ def _members(routes: Sequence[tuple[int, int]], collective: bool) -> list[tuple[
 
 
 class _WatchedStore(Store):
-    """A store whose waits, inside gloo, end with the deadline or with the death of a rank that is waited for."""
+    """A store whose waits, inside gloo, end as soon as `watch` has raised, elsewhere.
+
+    `watch` raises with the deadline or with the death of a rank that is waited for.
+    """
 
     def __init__(self, store: Any, others: Sequence[int], liveness: Liveness, deadline: Deadline) -> None:
         super().__init__()
         self._store = store
+        self._given_up = False
         self.others = others
         self.liveness = liveness
         self.deadline = deadline
+
+    def watch(self) -> None:
+        try:
+            self.deadline.check("connecting")
+            self.liveness.poll()
+            for failure in filter(None, map(self.liveness.failure, self.others)):
+                raise failure
+        except BaseException:
+            self._given_up = True
+            raise
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value)
@@ -137,11 +151,7 @@ class _WatchedStore(Store):
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=_CONNECT_SECONDS)) -> None:
         until = time.monotonic() + timeout.total_seconds()
         while not self._store.check(keys):
-            self.deadline.check("connecting")
-            self.liveness.poll()
-            for failure in filter(None, map(self.liveness.failure, self.others)):
-                raise failure
-            if time.monotonic() > until:
+            if self._given_up or time.monotonic() > until:
                 raise RuntimeError(f"timed out waiting for {keys}")
             time.sleep(_STORE_SECONDS)
 
@@ -185,19 +195,22 @@ class GlooWire:
         self._stores: list[Store] = []
         self._by_route: dict[tuple[int, int], Any] = {}
 
-    def join(self, store: Store, members: tuple[int, ...]) -> None:
+    def join(self, store: _WatchedStore, members: tuple[int, ...]) -> None:
         """Form the group of a sender and its receivers; waits until all are there.
 
         Raises:
             RuntimeError: gloo's; not all of them came.
+            TransferError: What `store.watch` raised.
         """
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [self._device]
         options._timeout = timedelta(seconds=_CONNECT_SECONDS)
         options._threads = self._threads
         prefixed = _c10d.PrefixStore("group/" + "-".join(map(str, members)), store)
-        group = _c10d.ProcessGroupGloo(prefixed, members.index(self.rank), len(members), options)
-        reaper.retain(group)
+        place = members.index(self.rank)
+        group = reaper.construct(
+            lambda: _c10d.ProcessGroupGloo(prefixed, place, len(members), options), watch=store.watch
+        )
         self._groups.append(group)
         self._stores.append(store)
         self._by_route |= {(members[0], to): group for to in members[1:]}
