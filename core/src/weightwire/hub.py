@@ -7,6 +7,8 @@ channels. It lives on one thread.
     epoch    open -> failed                the first reason stays, and is told to everybody at once
              open -> closed                trainer rank 0 said bye
 
+             a group that may part is left out of an epoch that stays open: see `weightwire.parting`
+
 The epoch fails when a member says so, is lost, falls silent, has left and is waited for, or gives up waiting for an
 exchange: an exchange that is not answered by then never is. It is answered once every member of the world has
 posted, to all in one step, and in each channel the answer stays ahead of a later failure. So whoever gives up hears
@@ -15,7 +17,7 @@ whether it was decided before, and an exchange may serve as the vote of a two-ph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +82,9 @@ class Hub:
         self._closed = False
         self._trainers = trainers
         self._world = range(trainers + workers)
+        self._waited_for = set(self._world)
+        self._groups: Sequence[frozenset[int]] = ()
+        self._least = 0
         self.absent = tuple(self._world)
         self._members: dict[int, Member] = {}
         self._exchanges: dict[str, dict[int, Frame]] = {}
@@ -111,7 +116,7 @@ class Hub:
         """Act on what a member says; once the epoch has failed only its leaving counts."""
         if frame["type"] == "bye":
             self._leave(rank)
-        if self.failure is not None or self._closed:
+        if self.failure is not None or self._closed or rank not in self._waited_for:
             return
         match frame["type"]:
             case "phase":
@@ -130,28 +135,50 @@ class Hub:
     def lose(self, rank: int, why: str) -> None:
         """The connection of `rank` ended."""
         member = self._members[rank]
-        if not member.left:
+        if not member.left and rank in self._waited_for:
             self.fail(PeerLost(f"{self._name(rank)} was lost during {member.phase}: {why}"), rank=rank)
 
     def stall(self, rank: int) -> None:
         """Nothing came from `rank` for `peer_timeout` seconds."""
         member = self._members[rank]
-        if member.left:
+        if member.left or rank not in self._waited_for:
             return
         silence = f"{self._name(rank)} has said nothing for {self.peer_timeout:g} s, during {member.phase}"
         self.fail(PeerStalled(f"{silence}: it is stopped, or cannot be reached"), rank=rank)
 
     def fail(self, error: WeightwireError, *, rank: int | None = None) -> None:
-        """The epoch is dead from now on; everybody is told, unless it was dead before.
+        """The epoch is dead from now on, or goes on without a group that may part; everybody is told.
+
+        Nothing happens where it was dead before.
 
         Args:
             error: The reason.
             rank: The member it is about.
         """
-        if self.failure is None and not self._closed:
+        if self.failure is None and not self._closed and not (rank is not None and self.part(rank, error)):
             self.failure = error
             self._exchanges.clear()
             self._tell(self._members, {"type": "failed", "error": error.to_json(), "rank": rank})
+
+    def allow_parting(self, groups: Sequence[frozenset[int]], least: int) -> None:
+        """Let the epoch go on without some of `groups`, as long as `least` of them stay."""
+        self._groups, self._least = groups, least
+
+    def part(self, rank: int, error: WeightwireError) -> bool:
+        """Go on without the group of `rank`, if that is allowed; whether the epoch does."""
+        staying = [group for group in self._groups if group <= self._waited_for]
+        group = next((group for group in staying if rank in group), None)
+        if self.failure is not None or self._closed or group is None or len(staying) <= self._least:
+            return False
+        self._waited_for -= group
+        for member in group:
+            self._table.forget(member)
+        self._tell(group, {"type": "failed", "error": error.to_json(), "rank": rank})
+        self._tell(self._waited_for, {"type": "parted", "ranks": sorted(group), "error": error.to_json()})
+        for phase, posts in list(self._exchanges.items()):
+            self._exchanges[phase] = {member: post for member, post in posts.items() if member not in group}
+            self._answer_if_complete(phase)
+        return True
 
     def close(self) -> None:
         """End the epoch in good order; whatever comes after is no failure."""
@@ -188,7 +215,7 @@ class Hub:
     def _fail_if_stranded(self) -> None:
         """Fail if anybody waits for a member that has left, or for an exchange that it waited for itself."""
         for rank, member in self._members.items():
-            if not member.left:
+            if not member.left or rank not in self._waited_for:
                 continue
             posts = [(phase, posts.get(rank)) for phase, posts in self._exchanges.items()]
             stranded = [f"exchange {phase!r}" for phase, post in posts if post is None or post["waits"]]
@@ -199,13 +226,17 @@ class Hub:
 
     def _post(self, rank: int, frame: Frame) -> None:
         self._members[rank].phase = phase = frame["phase"]
-        posts = self._exchanges.setdefault(phase, {})
-        posts[rank] = frame
-        if len(posts) == len(self._world):
+        self._exchanges.setdefault(phase, {})[rank] = frame
+        if not self._answer_if_complete(phase):
+            self._fail_if_stranded()
+
+    def _answer_if_complete(self, phase: str) -> bool:
+        posts = self._exchanges[phase]
+        complete = posts.keys() >= self._waited_for
+        if complete:
             del self._exchanges[phase]
             self._answer(posts)
-        else:
-            self._fail_if_stranded()
+        return complete
 
     def _answer(self, posts: dict[int, Frame]) -> None:
         first = next(iter(posts.values()))
@@ -229,7 +260,7 @@ class Hub:
         if not isinstance(error, DeadlineExceeded):
             self.fail(self._told_by(rank, error), rank=rank)
             return
-        late = [other for other in self._world if other not in posts]
+        late = [other for other in sorted(self._waited_for) if other not in posts]
         words = f"{error.message}: {'; '.join(self._whereabouts(other) for other in late)}"
         self.fail(DeadlineExceeded(words, rank=self._label(rank)), rank=late[0])
 

@@ -199,8 +199,10 @@ class Connection:
         self._backlog += len(frame)
         self._flush()
 
-    def finish(self) -> None:
+    def finish(self, last_frame: bytes | None = None) -> None:
         """Say no more: close this direction once everything is sent, and wait for the other side to close."""
+        if last_frame is not None:
+            self.send(last_frame)
         if not self.closed:
             self._finishing = True
             self._flush()

@@ -18,7 +18,7 @@ the hub has either answered already (then that is the result) or declares the ep
 that another member has stopped waiting for.
 
 Frames, each a JSON object with a `type`. To the hub: hello, ping, phase, post, give_up, store, forget, fail, bye.
-From it: welcome, refused, ping, reply, failed, closed.
+From it: welcome, refused, ping, reply, failed, parted, closed.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from weightwire.frames import Frame, decode, encode
 from weightwire.hub import Hub, OwnMember
 from weightwire.loop import Connection, Loop
 from weightwire.mailbox import Mailbox
+from weightwire.parting import Parting
 from weightwire.reception import PROTOCOL, SILENT_TICKS, Reception, is_stalled
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["JSON", "Outcome", "RankError", "Rendezvous"]
 
 _SECRET_BYTES: Final = 16
-_PARTING_SECONDS: Final = 0.5
+_LEAVING_SECONDS: Final = 0.5
 _FAIL_SECONDS: Final = 0.2
 _DEAD_SECONDS: Final = 0.05
 _EXPLAIN_SECONDS: Final = 0.3
@@ -77,6 +78,7 @@ class Rendezvous:
         address: Where the hub listens.
         port: Its port.
         local_address: This machine's address on the way to the hub.
+        parting: Who may leave without ending the epoch, and who has.
     """
 
     def __init__(self, *, rank: int, address: str, port: int, local_address: str) -> None:
@@ -96,6 +98,7 @@ class Rendezvous:
         self._stores: list[RendezvousStore] = []
         self._loop = Loop(f"weightwire-rendezvous-{rank}", broken=self._broken)
         self._hub: Hub | None = None
+        self.parting = Parting(self._loop)
         self._say: Callable[[bytes], object]
         self._leave: Callable[[], object]
         self._beat: Callable[[], object]
@@ -138,7 +141,7 @@ class Rendezvous:
         bound = listener.getsockname()
         local_address = address if bound[0] in ("0.0.0.0", "::") else bound[0]
         self = cls(rank=0, address=address, port=bound[1], local_address=local_address)
-        self._hub = hub = Hub(trainers=trainers, workers=workers, peer_timeout=peer_timeout)
+        self._hub = self.parting.hub = hub = Hub(trainers=trainers, workers=workers, peer_timeout=peer_timeout)
         self._say = lambda frame: hub.receive(0, decode(frame))
         self._leave = Reception(self._loop, listener, hub, secret=secret, epoch=epoch).close
         hub.admit(0, os.getpid(), OwnMember(self._receive))
@@ -320,12 +323,12 @@ class Rendezvous:
             return  # a fork: the thread and the connections are the parent's
         if self._mailbox.leave():
             self._loop.call(self._part)
-        self._loop.join(2 * _PARTING_SECONDS if self.failure is None else _DEAD_SECONDS)
+        self._loop.join(2 * _LEAVING_SECONDS if self.failure is None else _DEAD_SECONDS)
 
     def _greet(self, sock: socket.socket, hello: bytes, deadline: Deadline) -> None:
         connection = Connection(self._loop, sock, on_frame=self._receive, on_end=self._lose_host)
         self._say = connection.send
-        self._leave = partial(_take_leave, connection)
+        self._leave = partial(connection.finish, encode({"type": "bye"}))
         self._beat = partial(self._expect_beat, connection)
         connection.send(hello)
         self._loop.start()
@@ -356,6 +359,8 @@ class Rendezvous:
                 self._mailbox.die(error_from_json(frame["error"]))
             case "failed":
                 self._mailbox.die(error_from_json(frame["error"]), rank=frame["rank"])
+            case "parted":
+                self.parting.hear(frame)
             case "closed" if not self.is_host:
                 self._mailbox.die(PeerLost("the trainer closed this epoch"), closed=True)
                 self._leave()
@@ -388,12 +393,7 @@ class Rendezvous:
 
     def _part(self) -> None:
         self._leave()
-        self._loop.finish(_PARTING_SECONDS)
+        self._loop.finish(_LEAVING_SECONDS)
 
     def _broken(self, error: Exception) -> None:
         self._mailbox.die(describe(error, rank=self.label()))
-
-
-def _take_leave(connection: Connection) -> None:
-    connection.send(encode({"type": "bye"}))
-    connection.finish()

@@ -11,7 +11,7 @@ All trainer ranks call `trainer_init` and `send_weights`; rank 0 drives the cont
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
@@ -57,6 +57,10 @@ class TrainerWeightTransferEngine(TrainerLink[TTrainerInitInfo]):
         Raises:
             WeightwireError: The round cannot be; every rank hears of it, and the link stays.
         """
+
+    def choose_workers(self) -> Collection[int] | None:
+        """The worker ranks that take part in the coming round; None for all that are there."""
+        return None
 
     def end_round(self) -> None:
         """Let go of what `prepare_round` has taken hold of: the round is over, however it ended."""
@@ -211,6 +215,7 @@ class TrainerWeightTransferEngine(TrainerLink[TTrainerInitInfo]):
         try:
             try:
                 with self.rendezvous.watch(deadline):
+                    self._leave_out()
                     report = current.run(reinitialised=reinitialised)
             finally:
                 self.end_round()
@@ -233,6 +238,14 @@ class TrainerWeightTransferEngine(TrainerLink[TTrainerInitInfo]):
             raise
         self.acknowledged = Revision.from_json(report.revision)
         return report
+
+    def _leave_out(self) -> None:
+        chosen = self.choose_workers()
+        if chosen is None or not self.is_sender or self.rendezvous is None:
+            return
+        members = {self.fleet.trainers + worker for worker in chosen}
+        error = TransferAborted("this server is left out of the round")
+        self.rendezvous.parting.part_from_others(members, error)
 
     def _was_lost(self, error: BaseException) -> bool:
         """Whether a round that has not begun failed because the link was lost; not because somebody refused it."""

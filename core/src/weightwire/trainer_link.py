@@ -20,6 +20,7 @@ from weightwire.load_plan import LoadPlan
 from weightwire.load_plan_exchange import KnownPlans
 from weightwire.membership import Membership
 from weightwire.messages import TrainerInitInfo
+from weightwire.parting import Parting
 from weightwire.rendezvous import Rendezvous
 from weightwire.report import ProgressCallback
 from weightwire.session import Revision
@@ -116,6 +117,11 @@ class TrainerLink(ABC, Generic[TTrainerInitInfo]):
         """
         return senders_of(self.metadata, trainers=trainers)
 
+    @property
+    def goes_on_without_workers(self) -> bool:
+        """Whether the open data plane serves the others when some workers have parted."""
+        return False
+
     def connect(self, deadline: Deadline) -> None:
         """Build the data plane to `self.fleet`."""
 
@@ -196,11 +202,28 @@ class TrainerLink(ABC, Generic[TTrainerInitInfo]):
                 self._agree("connected", deadline, {})
                 if call is not None:
                     call.result()
+                    self._let_servers_go(self.rendezvous.parting)
         except BaseException as error:
             if call is not None:
                 call.conclude()
             self._take_down(error)
             raise
+
+    def _let_servers_go(self, parting: Parting) -> None:
+        """From now on whoever loses a server loses no round, if client and transport can do that."""
+        first = self.fleet.trainers
+        if not self.goes_on_without_workers:
+            return
+        servers = self.control.let_servers_go(lambda worker, error: parting.part(first + worker, error))
+        if servers is not None:
+            workers, least = servers
+            parting.on_parted = lambda ranks, error: self.control.leave_out([rank - first for rank in ranks], error)
+            parting.allow(([first + worker for worker in group] for group in workers), least=least)
+
+    def parted_workers(self) -> list[int]:
+        """The worker ranks that the open link goes on without."""
+        link = self.rendezvous
+        return [rank - self.fleet.trainers for rank in link.parting.parted] if link is not None else []
 
     def _link_info(self) -> dict[str, Any]:
         return {

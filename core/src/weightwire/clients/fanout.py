@@ -4,6 +4,7 @@ With policy `all` any failure is everybody's. With `quorum` and `best_effort` wh
 and the rest commit; a server's own ranks are always unanimous. Who takes part is decided when a link is opened:
 
     open a link   every server is asked whether it is there; those that do not answer are left out of this link
+    a round       where the transport can, it goes on without a server that is lost meanwhile
     a round fails `persist` finds whose failure it was, leaves that server out and tries again: the link is opened anew
     next round    a server that was left out and answers again is taken in: the link is opened anew
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 from weightwire.clients.parallel import Call, ParallelCalls
@@ -27,6 +28,8 @@ _RETURN_SECONDS = 1.0
 """How long a server that was left out may take to say that it is back; every round waits for it."""
 _STRAGGLER_SECONDS = 5.0
 """How long a start waits for calls of an update that failed on another server."""
+_WORDS_SECONDS = 0.3
+"""How long after its answer a server's ranks may take to say that the round goes on without it."""
 _WORKER = re.compile(r"worker rank (\d+)")
 
 T = TypeVar("T")
@@ -64,6 +67,8 @@ class FanoutClient:
         self._failed: dict[int, str] = {}
         self._error: tuple[int, BaseException] | None = None
         self._unfinished: ParallelCalls | None = None
+        self._calls: ParallelCalls | None = None
+        self._lost: Callable[[int, WeightwireError], bool] | None = None
 
     # Who takes part
 
@@ -89,6 +94,30 @@ class FanoutClient:
             except WeightwireError as error:
                 if self.policy == "all" or not self._leave_out(error):
                     raise
+
+    def let_servers_go(self, lost: Callable[[int, WeightwireError], bool]) -> tuple[list[range], int] | None:
+        """Go on without a server that is lost, until the next link is opened.
+
+        Args:
+            lost: Asked about a server that does not answer, by its first worker rank and the reason: whether the ranks
+                go on without it. They say so themselves with `leave_out`.
+
+        Returns:
+            The worker ranks of each server, and how many servers have to stay; None if it has to be all.
+        """
+        if self.policy == "all":
+            return None
+        self._lost = lost
+        return list(self._linked.values()), len(self.clients) // 2 + 1 if self.policy == "quorum" else 1
+
+    def leave_out(self, workers: Collection[int], error: WeightwireError) -> None:
+        """Wait for the servers of these worker ranks no longer, in this link. From any thread."""
+        gone = {at: str(error) for at, ranks in self._linked.items() if not set(workers).isdisjoint(ranks)}
+        self._linked = {at: ranks for at, ranks in self._linked.items() if at not in gone}
+        self._failed = {**self._failed, **gone}
+        if (calls := self._calls) is not None:
+            for at in gone:
+                calls.forget(at)
 
     def outcomes(self) -> tuple[ServerOutcome, ...]:
         """How each server came out of the last round, in the order of `clients`."""
@@ -180,12 +209,25 @@ class FanoutClient:
 
         The other calls are not waited for then: they may be waiting for the server that failed.
         """
-        calls = ParallelCalls(self.clients, places, call)
-        results, errors = calls.wait(None)
-        if errors:
-            self._error, self._unfinished = next(iter(errors.items())), calls
-            raise self._error[1]
-        return {at: results[at] for at in places}
+        calls = self._calls = ParallelCalls(self.clients, places, call)
+        while True:
+            results, errors = calls.wait(None)
+            if not errors:
+                return {at: results[at] for at in places if at in results}
+            at, error = next(iter(errors.items()))
+            if not self._goes_on_without(calls, at, error):
+                self._error, self._unfinished = (at, error), calls
+                raise error
+
+    def _goes_on_without(self, calls: ParallelCalls, at: int, error: BaseException) -> bool:
+        """Whether the ranks do; what they say of a worker travels beside its server's answer."""
+        if self._lost is None:
+            return False
+        if calls.forgotten(at, _WORDS_SECONDS):
+            return True
+        if not isinstance(error, PeerLost) or at not in self._linked:
+            return False
+        return self._lost(self._linked[at].start, error) and calls.forgotten(at, _WORDS_SECONDS)
 
     def _there(self) -> list[int]:
         return list(range(len(self.clients)) if self.policy == "all" else self._choose())
@@ -196,6 +238,7 @@ class FanoutClient:
     def init_weight_transfer_engine(self, init_info: dict[str, Any], *, timeout: float | None = None) -> None:
         """Connect every server, each with the rank offset of its place."""
         sizes = self._sizes()
+        self._lost = None
         before, self._linked = 0, {}
         for at, size in sizes.items():
             self._linked[at] = range(before, before + size)

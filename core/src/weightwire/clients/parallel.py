@@ -25,7 +25,7 @@ class ParallelCalls:
         self._results: dict[int, Any] = {}
         self._errors: dict[int, BaseException] = {}
         self._condition = threading.Condition()
-        self._count = len(places)
+        self._places = set(places)
         for at in places:
             arguments = (clients[at], at, call)
             threading.Thread(target=self._run, args=arguments, name=f"weightwire-fanout-{at}", daemon=True).start()
@@ -36,11 +36,26 @@ class ParallelCalls:
         except Exception as raised:  # noqa: BLE001 - handed to the caller's thread
             result, error = None, raised
         with self._condition:
+            if at not in self._places:
+                return
             if error is None:
                 self._results[at] = result
             else:
                 self._errors[at] = error
             self._condition.notify_all()
+
+    def forget(self, at: int) -> None:
+        """How the call to this one ends does not matter any more."""
+        with self._condition:
+            self._places.discard(at)
+            self._results.pop(at, None)
+            self._errors.pop(at, None)
+            self._condition.notify_all()
+
+    def forgotten(self, at: int, seconds: float) -> bool:
+        """Whether `forget` has been called for this one; waits so long for it."""
+        with self._condition:
+            return self._condition.wait_for(lambda: at not in self._places, seconds)
 
     def wait(self, seconds: float | None) -> tuple[dict[int, Any], dict[int, BaseException]]:
         """Wait until all have ended, or for so many seconds; without a number, or until one has failed.
@@ -50,7 +65,7 @@ class ParallelCalls:
         """
 
         def over() -> bool:
-            ended = len(self._results) + len(self._errors) == self._count
+            ended = self._places <= self._results.keys() | self._errors.keys()
             return ended or (seconds is None and bool(self._errors))
 
         with self._condition:

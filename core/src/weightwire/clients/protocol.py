@@ -8,10 +8,11 @@ repeated, abort, pause. `ControlPlane` lets a trainer engine use either.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Collection
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from weightwire.deadline import Deadline
-from weightwire.errors import Unsupported
+from weightwire.errors import Unsupported, WeightwireError
 from weightwire.messages import WeightTransferUpdatePayload
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -104,6 +105,15 @@ class ControlPlane:
         """Worker ranks behind the client; None where the client cannot tell."""
         ask = getattr(self.client, "get_world_size", None)
         return int(ask()) if callable(ask) else None
+
+    def let_servers_go(self, lost: Callable[[int, WeightwireError], bool]) -> tuple[list[range], int] | None:
+        """See `FanoutClient.let_servers_go`; None for a client that has one server, or needs all."""
+        let_go = getattr(self.client, "let_servers_go", None)
+        return let_go(lost) if callable(let_go) else None
+
+    def leave_out(self, workers: Collection[int], error: WeightwireError) -> None:
+        """See `FanoutClient.leave_out`; only after `let_servers_go` has returned something."""
+        self.client.leave_out(workers, error)  # type: ignore[attr-defined]
 
     def initialise(self, init_info: dict[str, Any], deadline: Deadline) -> None:
         """Have every worker connect."""

@@ -31,6 +31,7 @@ from weightwire.testing.pool_process import Rank
 from weightwire.testing.pool_wire import Reply, dump, load
 from weightwire.testing.worker_host import host_worker
 
+_ASK_SECONDS = 5.0
 _SETTLE_SECONDS = 0.5
 """How long the other ranks may take to end once one has failed."""
 
@@ -117,8 +118,8 @@ class RankClient:
         self._all("shutdown", timeout=timeout)
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Worker ranks of the server."""
-        return len(self.addresses)
+        """Worker ranks of the server, all of which answer."""
+        return len(self._all("info", timeout=_ASK_SECONDS, bounded=False))
 
     def weight_info(self) -> dict[str, Any]:
         """The first rank's `Worker.info`, and those of all under `ranks`."""

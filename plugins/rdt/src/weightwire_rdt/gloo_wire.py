@@ -25,9 +25,11 @@ class GlooServing:
 
     Attributes:
         ahead: See `Outlet`.
+        goes_on: See `Outlet`. What a stopped worker has not taken cannot be taken back.
     """
 
     ahead = 1
+    goes_on = False
 
     def __init__(self, communicator: Communicator | None, ranks: Mapping[int, int]) -> None:
         self._communicator = communicator

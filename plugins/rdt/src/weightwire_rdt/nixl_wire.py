@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from weightwire.deadline import Deadline
 from weightwire.errors import PeerLost, TransferError
 from weightwire.packing import Pending
 from weightwire_rdt.nixl_agent import NixlAgent, Polling, Read, Span, memory_of, span_of
-from weightwire_rdt.outlet import Offers
+from weightwire_rdt.outlet import PARTING_SECONDS, Offers, Unneeded
 from weightwire_rdt.patience import Patience
 from weightwire_rdt.pulling import Chunk
 from weightwire_rdt.registrations import Registrations
@@ -52,6 +52,7 @@ class NixlServing(Offers):
         label: This rank in words.
         box: This rank's box.
         stall: Seconds in which nothing moves that are too many.
+        parted: Tells which workers the link goes on without.
 
     Attributes:
         ahead: See `Outlet`.
@@ -60,9 +61,17 @@ class NixlServing(Offers):
     ahead = 1
 
     def __init__(
-        self, agent: NixlAgent, rank: int, peers: Mapping[int, Peer], *, label: str, box: str, stall: float
+        self,
+        agent: NixlAgent,
+        rank: int,
+        peers: Mapping[int, Peer],
+        *,
+        label: str,
+        box: str,
+        stall: float,
+        parted: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        super().__init__(label, {worker: peer.label for worker, peer in peers.items()}, stall)
+        super().__init__(label, {worker: peer.label for worker, peer in peers.items()}, stall, parted)
         self._agent = agent
         self._rank = rank
         self._peers = peers
@@ -89,6 +98,8 @@ class NixlServing(Offers):
             PeerLost: The worker is gone.
         """
         (worker,) = to
+        if self._has_parted(worker):
+            return Unneeded()
         peer = self._peers[worker]
         for buffer in buffers:
             self._registrations.hold(buffer)
@@ -106,6 +117,8 @@ class NixlServing(Offers):
         try:
             self._agent.notify(peer.agent, peer.box, json.dumps(offer, separators=(",", ":")).encode())
         except PeerLost as error:
+            if self._has_parted(worker, PARTING_SECONDS):
+                return Unneeded()
             raise PeerLost(f"{peer.label}: {error.message}", transport="sharded_rdt", rank=self._label) from error
         return pending
 

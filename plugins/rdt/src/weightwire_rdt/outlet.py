@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final, Protocol
 
 from torch import Tensor
 
@@ -12,6 +13,10 @@ from weightwire import faults
 from weightwire.deadline import Deadline
 from weightwire.packing import Pending
 from weightwire_rdt.patience import Patience
+
+PARTING_SECONDS: Final = 2.0
+"""How long after its end became plain here the rendezvous may take to say that a worker has parted."""
+_PAUSE: Final = 0.002
 
 Key = tuple[int, int]
 """Of a chunk: its worker rank, and its ordinal among those of the round that go there."""
@@ -23,9 +28,11 @@ class Outlet(Protocol):
     Attributes:
         ahead: How many times as many buffers as are on their way at a time it takes to keep a worker busy: more than
             one where hearing that a chunk was read takes long.
+        goes_on: Whether the others are served when some workers have parted.
     """
 
     ahead: int
+    goes_on: bool
 
     def begin_round(self, number: int) -> None:
         """A round begins."""
@@ -47,6 +54,15 @@ class Outlet(Protocol):
 
     def close(self, error: BaseException | None = None) -> None:
         """Let go of everything; `error` is why the link is over, if it failed."""
+
+
+class Unneeded:
+    """A chunk for a worker that has parted."""
+
+    done = True
+
+    def wait(self, deadline: Deadline) -> None:
+        """Nobody will read it."""
 
 
 class _Offered:
@@ -71,12 +87,21 @@ class Offers(ABC):
         label: This rank in words.
         workers: Every worker that asked for something, in words.
         stall: Seconds in which nothing moves that are too many.
+        parted: Tells which workers the link goes on without.
+
+    Attributes:
+        goes_on: See `Outlet`.
     """
 
-    def __init__(self, label: str, workers: Mapping[int, str], stall: float) -> None:
+    goes_on = True
+
+    def __init__(
+        self, label: str, workers: Mapping[int, str], stall: float, parted: Callable[[], Collection[int]]
+    ) -> None:
         self._label = label
         self._workers = workers
         self._stall = stall
+        self._parted = parted
         self._round = 0
         self._next = dict.fromkeys(workers, 0)
         self._offered: dict[Key, Sequence[Tensor]] = {}
@@ -102,18 +127,35 @@ class Offers(ABC):
             faults.reach("communicator.first_piece")
         return True
 
+    def _has_parted(self, worker: int, seconds: float = 0.0) -> bool:
+        """Whether nobody waits for this worker any more; gives whoever notices its end so long to say so."""
+        until = time.monotonic() + seconds
+        while worker not in self._parted():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_PAUSE)
+        return True
+
+    def _look(self) -> bool:
+        """See who has read what, or has parted; returns whether there was any news."""
+        parted = self._parted()
+        let_go = [key for key in self._offered if key[0] in parted] if parted else []
+        for key in let_go:
+            del self._offered[key]
+        return self._poll() or bool(let_go)
+
     @abstractmethod
     def _poll(self) -> bool:
         """Hear what has been read; returns whether anything was."""
 
     def was_read(self, key: Key) -> bool:
-        """Whether a chunk has been read."""
-        self._poll()
+        """Whether a chunk has been read, or never will be."""
+        self._look()
         return key not in self._offered
 
     def unread(self) -> set[Key]:
         """The chunks that have been offered and not read."""
-        self._poll()
+        self._look()
         return set(self._offered)
 
     def wait(self, keys: set[Key], deadline: Deadline) -> None:
@@ -125,7 +167,7 @@ class Offers(ABC):
         """
         patience = Patience(self._stall)
         while left := keys & self._offered.keys():
-            if self._poll():
+            if self._look():
                 patience.moved()
                 continue
             names = ", ".join(sorted({self._workers[worker] for worker, _ in left}))

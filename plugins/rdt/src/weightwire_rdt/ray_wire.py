@@ -10,7 +10,7 @@ A parcel is what a trainer rank has offered to a worker since the last one: an a
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from weightwire.errors import PeerLost, TransferError, WeightwireError
 from weightwire.packing import Pending
 from weightwire_rdt.cluster import first_line, join_cluster, tell, unwrapped
 from weightwire_rdt.installer import Installer
-from weightwire_rdt.outlet import Key, Offers
+from weightwire_rdt.outlet import Key, Offers, Unneeded
 from weightwire_rdt.patience import Patience
 from weightwire_rdt.pulling import Chunk
 from weightwire_rdt.ray_carriers import Carrier
@@ -89,6 +89,7 @@ class RayServing(Offers):
         workers: Every worker that asked for something, in words.
         label: This rank in words.
         stall: Seconds in which nothing moves that are too many.
+        parted: Tells which workers the link goes on without.
 
     Attributes:
         ahead: See `Outlet`.
@@ -97,9 +98,17 @@ class RayServing(Offers):
     ahead = 8
 
     def __init__(
-        self, carrier: Carrier, producer: Any, link: str, workers: Mapping[int, str], *, label: str, stall: float
+        self,
+        carrier: Carrier,
+        producer: Any,
+        link: str,
+        workers: Mapping[int, str],
+        *,
+        label: str,
+        stall: float,
+        parted: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        super().__init__(label, workers, stall)
+        super().__init__(label, workers, stall, parted)
         self._carrier = carrier
         self._producer = producer
         self._link = link
@@ -123,6 +132,8 @@ class RayServing(Offers):
     def send(self, buffers: Sequence[Tensor], to: Sequence[int], *, deadline: Deadline) -> Pending:
         """Lay the next chunk ready for the worker in `to`; the buffers may be used again once it is done."""
         (worker,) = to
+        if self._has_parted(worker):
+            return Unneeded()
         mine = [key for key in self._offered if key[0] == worker]
         if self._carrier.holds and len(mine) >= _HELD:
             self.wait({min(mine)}, deadline)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from weightwire.checksums import Checksums
+from weightwire.clients.protocol import PauseMode
 from weightwire.deadline import Deadline
 from weightwire.errors import MessageError
 from weightwire.fleet import owners_of, trainer_count
 from weightwire.packing import BufferRing
-from weightwire.report import ProgressEvent
+from weightwire.report import ProgressEvent, TransferReport
 from weightwire.resharding.outgoing import Outgoing, Sending, merged, new_ring
 from weightwire.resharding.receipts import message_number
 from weightwire.trainer import TrainerWeightTransferEngine
@@ -41,6 +42,7 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
     _outgoing: Outgoing | None = None
     _wire: Outlet | None = None
     _way = ""
+    _live: Collection[int] | None = None
     _ring: BufferRing | None = None
     _moved: Mapping[str, int]
 
@@ -88,6 +90,53 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
         """The way the bytes take, for the report."""
         return f"pulled over {self._way}"
 
+    @property
+    def goes_on_without_workers(self) -> bool:
+        """Whether the way of the open link lets it."""
+        return self._wire is not None and self._wire.goes_on
+
+    def choose_workers(self) -> Collection[int] | None:
+        """Those that `send_weights` was told."""
+        return self._live
+
+    def send_weights(
+        self,
+        patches: Any = None,
+        *,
+        weight_version: str | None = None,
+        pause: PauseMode | None = None,
+        timeout: float | None = None,
+        live_consumer_ids: Collection[int] | None = None,
+    ) -> TransferReport:
+        """See `TrainerWeightTransferEngine.send_weights`.
+
+        Args:
+            patches: None.
+            weight_version: As there.
+            pause: As there.
+            timeout: As there.
+            live_consumer_ids: The worker ranks that take part, all of a server or none; the others are left out
+                until the link is opened again. The same on every trainer rank; None for all that are there.
+
+        Raises:
+            MessageError: There are no such worker ranks, or the client cannot leave the others out.
+        """
+        if live_consumer_ids is not None:
+            self._check_live(live_consumer_ids)
+        self._live = live_consumer_ids
+        try:
+            return super().send_weights(patches, weight_version=weight_version, pause=pause, timeout=timeout)
+        finally:
+            self._live = None
+
+    def _check_live(self, ranks: Collection[int]) -> None:
+        there = range(self.fleet.workers)
+        if not ranks or any(type(rank) is not int or rank not in there for rank in ranks):
+            raise MessageError(
+                f"live_consumer_ids {sorted(ranks)} are not worker ranks of 0 to {len(there) - 1}, at least one",
+                transport="sharded_rdt",
+            )
+
     # Opening a link
 
     def connect(self, deadline: Deadline) -> None:
@@ -124,6 +173,7 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
             stall=info.stall_timeout_s,
             piece_bytes=info.buffer_bytes,
             window=info.num_rdt_buffers,
+            parted=self.parted_workers,
         )
         self._way, wire = meeting.agree(info.tensor_transport, trainer_ways(end), gather, deadline)
         self._wire = wire

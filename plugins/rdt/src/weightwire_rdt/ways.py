@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -43,6 +43,7 @@ class End:
         stall: Seconds in which nothing moves that are too many.
         piece_bytes: In which large buffers travel where they travel in pieces.
         window: How many pieces are on their way between two ranks.
+        parted: Tells which workers the link goes on without.
     """
 
     link: str
@@ -55,6 +56,7 @@ class End:
     stall: float
     piece_bytes: int
     window: int
+    parted: Callable[[], Collection[int]] = tuple
 
     def trainer(self, rank: int, members: Mapping[int, Any]) -> Peer:
         """A trainer rank, as NIXL knows it."""
@@ -157,6 +159,7 @@ class _NixlAtTrainer:
             label=trainer_label(end.rank),
             box=end.trainer_box(end.rank),
             stall=end.stall,
+            parted=end.parted,
         )
         proofs.give(wire, end.link, end.rank, end.peers, _NIXL_CHUNKS, deadline)
         return wire
@@ -199,6 +202,7 @@ class _RayAtTrainer:
             workers,
             label=trainer_label(end.rank),
             stall=end.stall,
+            parted=end.parted,
         )
         proofs.give(wire, end.link, end.rank, end.peers, 1, deadline)
         return wire
