@@ -273,8 +273,7 @@ def test_workers_that_drop_out_in_the_middle_and_one_that_comes_late(ranks: Borr
     check([lost], 1)
     assert lost.call(info)["weights"] == "whole"
     (comes,) = ranks(1)
-    for trainer in trainers:
-        trainer.call(replace, 0, serve([comes], model, NAMES))
+    fleet.each(replace, 0, serve([comes], model, NAMES))
     report = start_persisting(trainers, 3)
     assert committed(report) == [True, True, False]
     assert report["reinitialised"]
