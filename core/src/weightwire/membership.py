@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
 from weightwire.clients.protocol import ControlPlane
 from weightwire.deadline import Deadline
-from weightwire.errors import DeadlineExceeded, MetadataError, PeerLost
+from weightwire.errors import DeadlineExceeded, MetadataError, PeerLost, WeightwireError
 from weightwire.fleet import Fleet, listening_socket, shared_secret, trainer_count, worker_count
 from weightwire.messages import TrainerInitInfo
 from weightwire.rendezvous import Rendezvous
 from weightwire.source import WeightSource
 
 _RETRY_SECONDS = 0.05
+_TELL_SECONDS = 1.0
 
 
 class Membership:
@@ -84,18 +86,35 @@ class Membership:
         if info.rank != 0:
             rendezvous = self._join_rank_zero(deadline)
             return rendezvous, Fleet(self.trainers, self.senders, rendezvous.workers)
+        try:
+            workers = worker_count(info, len(self.senders), control.world_size())
+        except WeightwireError as error:
+            self._tell_trainers(error)
+            raise
+        return self._host(workers), Fleet(self.trainers, self.senders, workers)
+
+    def _host(self, workers: int) -> Rendezvous:
         assert self._listener is not None
-        workers = worker_count(info, len(self.senders), control.world_size())
-        rendezvous = Rendezvous.host(
-            address=info.master_address,
+        return Rendezvous.host(
+            address=self._info.master_address,
             listen_socket=self._listener.dup(),
             trainers=self.trainers,
             workers=workers,
             secret=self.secret,
             epoch=self.epoch,
-            peer_timeout=info.peer_timeout,
+            peer_timeout=self._info.peer_timeout,
         )
-        return rendezvous, Fleet(self.trainers, self.senders, workers)
+
+    def _tell_trainers(self, error: WeightwireError) -> None:
+        """There will be no link: have the other ranks, which wait for it, raise this, too."""
+        if self.trainers == 1:
+            return
+        rendezvous = self._host(0)
+        until = time.monotonic() + _TELL_SECONDS
+        while rendezvous.missing() and time.monotonic() < until:
+            time.sleep(_RETRY_SECONDS)
+        rendezvous.fail(error)
+        rendezvous.close()
 
     def _join_rank_zero(self, deadline: Deadline) -> Rendezvous:
         """Join the link that rank 0 hosts, or will host: trainer ranks come up in any order."""

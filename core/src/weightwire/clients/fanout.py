@@ -68,6 +68,7 @@ class FanoutClient:
         self._error: tuple[int, BaseException] | None = None
         self._unfinished: ParallelCalls | None = None
         self._calls: ParallelCalls | None = None
+        self._parted: frozenset[int] = frozenset()
         self._lost: Callable[[int, WeightwireError], bool] | None = None
 
     # Who takes part
@@ -115,6 +116,7 @@ class FanoutClient:
         gone = {at: str(error) for at, ranks in self._linked.items() if not set(workers).isdisjoint(ranks)}
         self._linked = {at: ranks for at, ranks in self._linked.items() if at not in gone}
         self._failed = {**self._failed, **gone}
+        self._parted = self._parted | gone.keys()
         if (calls := self._calls) is not None:
             for at in gone:
                 calls.forget(at)
@@ -194,8 +196,10 @@ class FanoutClient:
 
     def _check_membership(self) -> None:
         """Have the trainer open its link again where other servers should be in it."""
-        if self.policy == "all" or not self._linked:
+        if self.policy == "all":
             return
+        if not self._linked:
+            raise _OtherMembers("no link is open to the servers of this client")
         outside = [at for at in range(len(self.clients)) if at not in self._linked and at not in self._failed]
         back, self._silent = self._probe(outside, min(_RETURN_SECONDS, self.patience))
         if back or self._failed.keys() & self._linked.keys():
@@ -210,6 +214,8 @@ class FanoutClient:
         The other calls are not waited for then: they may be waiting for the server that failed.
         """
         calls = self._calls = ParallelCalls(self.clients, places, call)
+        for at in self._parted:  # also what was left out before the calls could be told
+            calls.forget(at)
         while True:
             results, errors = calls.wait(None)
             if not errors:
@@ -238,7 +244,7 @@ class FanoutClient:
     def init_weight_transfer_engine(self, init_info: dict[str, Any], *, timeout: float | None = None) -> None:
         """Connect every server, each with the rank offset of its place."""
         sizes = self._sizes()
-        self._lost = None
+        self._lost, self._parted = None, frozenset()
         before, self._linked = 0, {}
         for at, size in sizes.items():
             self._linked[at] = range(before, before + size)

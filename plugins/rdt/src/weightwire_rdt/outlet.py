@@ -14,7 +14,7 @@ from weightwire.deadline import Deadline
 from weightwire.packing import Pending
 from weightwire_rdt.patience import Patience
 
-PARTING_SECONDS: Final = 2.0
+PARTING_SECONDS: Final = 0.5
 """How long after its end became plain here the rendezvous may take to say that a worker has parted."""
 _PAUSE: Final = 0.002
 
