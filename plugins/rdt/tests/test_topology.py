@@ -94,6 +94,20 @@ def test_pipeline_stages_and_experts_on_several_ranks(ranks: BorrowRanks) -> Non
     fleet.close()
 
 
+def gathers(state: State, names: Sequence[str]) -> None:
+    state["source"].gathered = {meta.name: meta.nbytes for meta in METADATA if meta.name in names}
+
+
+def test_what_a_source_gathers_is_reported(ranks: BorrowRanks) -> None:
+    client = serve(ranks(1), model, NAMES)
+    trainers = ranks(2)
+    fleet = Trainers(trainers, client, boxes, METADATA, **SMALL).opened()
+    trainers[1].call(gathers, NAMES[3:])
+    report = fleet.send(1)
+    assert [rank["details"]["gathered_bytes"] for rank in report["ranks"][:2]] == [0, 4 * 7 * 8 + 5 * 3]
+    fleet.close()
+
+
 def test_checksums_of_chunks_between_several_ranks(ranks: BorrowRanks) -> None:
     workers = ranks(2)
     client = serve(workers, model, NAMES)

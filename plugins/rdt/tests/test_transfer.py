@@ -39,6 +39,7 @@ def test_four_ranks_to_a_tensor_parallel_server(
         assert client.weight_info()["weight_version"] == "step-3"
         assert [details_of(report, 1)["opaque"], details_of(report, 1)["unfilled"]] == [[], {"embed": HIDDEN * 2}]
         assert details_of(report, 0)["way"] == "nixl"
+        assert [rank["details"] for rank in report["ranks"][:4]] == [{"gathered_bytes": 0}] * 4
         trainers.close()
 
 

@@ -1,4 +1,4 @@
-"""Workers inside vLLM that pull over Ray: vLLM's own processes, which join the cluster, and its Ray executor's."""
+"""Workers inside vLLM that pull over Ray. Its processes join the cluster; its Ray executor does not run on a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM: ./dev test --vllm")
 from core.tests.distributed_ranks import process_group
 from plugins.vllm.tests import sharded_trainer
 from plugins.vllm.tests.conftest import TWO_RANKS, Lineup, Models
-from plugins.vllm.tests.scene import START_SECONDS, Server, State
+from plugins.vllm.tests.scene import START_SECONDS, State
 from weightwire.testing.fixtures import BorrowRanks
 from weightwire.testing.pool_rank import count_no_leftovers
 from weightwire_rdt.cluster import join_cluster
@@ -36,9 +36,11 @@ def join(state: State, variables: dict[str, str]) -> None:
     count_no_leftovers()
 
 
-def check_rounds(server: Server, models: Models, ranks: BorrowRanks, cluster: LocalCluster, folder: Path) -> None:
-    """Two rounds from two ranks that hold half of each parameter."""
-    with process_group(ranks, 2, folder) as group:
+def test_two_rounds_from_a_sharded_trainer(
+    ranks: BorrowRanks, lineup: Lineup, models: Models, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    server = lineup.get(models.old.folder, *TWO_RANKS, VLLM_CPU_OMP_THREADS_BIND="0|1", **cluster.variables)
+    with process_group(ranks, 2, tmp_path) as group:
         group.run(join, cluster.variables)
         port = group.ranks[0].call(sharded_trainer.hold_port)
         group.run(sharded_trainer.shard, models.old.weights)
@@ -53,22 +55,4 @@ def check_rounds(server: Server, models: Models, ranks: BorrowRanks, cluster: Lo
             # What the two workers share is the embedding's and the head's rows, and most of the rest.
             assert all(sum(rank["details"]["pulled"].values()) < 0.6 * report["bytes"] for rank in workers)
         group.run(sharded_trainer.close)
-
-
-def test_processes_of_vllm(
-    ranks: BorrowRanks, lineup: Lineup, models: Models, cluster: LocalCluster, tmp_path: Path
-) -> None:
-    """Ray is only how workers ask."""
-    server = lineup.get(models.old.folder, *TWO_RANKS, VLLM_CPU_OMP_THREADS_BIND="0|1", **cluster.variables)
-    check_rounds(server, models, ranks, cluster, tmp_path)
     lineup.stop()  # its workers are in a cluster that ends
-
-
-def test_the_ray_executor_of_vllm(
-    ranks: BorrowRanks, lineup: Lineup, models: Models, cluster: LocalCluster, tmp_path: Path
-) -> None:
-    """Workers are Ray's own processes."""
-    arguments = (*TWO_RANKS, "--distributed-executor-backend", "ray")
-    server = lineup.get(models.old.folder, *arguments, VLLM_CPU_OMP_THREADS_BIND="0|1", **cluster.variables)
-    check_rounds(server, models, ranks, cluster, tmp_path)
-    lineup.stop()
