@@ -87,7 +87,7 @@ def lose_producer(state: State) -> None:
         kill_producer({"trainer": engine})
         return collect(engine, *arguments)
 
-    ShardedRDTTrainerWeightTransferEngine._collect = lose  # type: ignore[method-assign]
+    ShardedRDTTrainerWeightTransferEngine._collect = lose  # type: ignore[method-assign, assignment]
 
 
 def test_a_producer_that_dies_while_a_link_is_opened(ranks: BorrowRanks) -> None:
