@@ -75,7 +75,10 @@ class Parting:
             MessageError: Somebody chosen shares a group with somebody who is not, or the others may not be left out.
         """
         if not self._groups:
-            raise MessageError("only a FanoutClient whose policy is not 'all' can leave servers out of a round")
+            raise MessageError(
+                "this link cannot go on without some workers: that takes a FanoutClient whose policy is not 'all', "
+                "and a transport that serves the others"
+            )
         divided = [group for group in self._groups if group & set(chosen) and not group <= set(chosen)]
         if divided:
             raise MessageError(f"one server has the member ranks {sorted(divided[0])}: choose all of them, or none")

@@ -249,6 +249,8 @@ class TrainerWeightTransferEngine(TrainerLink[TTrainerInitInfo]):
         chosen = self.choose_workers()
         if chosen is None or not self.is_sender or self.rendezvous is None:
             return
+        if set(chosen) >= set(range(self.fleet.workers)):
+            return
         members = {self.fleet.trainers + worker for worker in chosen}
         error = TransferAborted("this server is left out of the round")
         self.rendezvous.parting.part_from_others(members, error)

@@ -326,7 +326,7 @@ def test_rounds_for_some_of_the_servers(ranks: BorrowRanks) -> None:
             error = call.exception()
             assert isinstance(error, MessageError)
             assert "not worker ranks of 0 to 1" in str(error)
-    assert not start_persisting(trainers, 3)["reinitialised"]
+    assert not start_persisting(trainers, 3, live_consumer_ids=[0, 1])["reinitialised"]
     fleet.close()
 
 
