@@ -9,7 +9,7 @@ from typing import Any
 
 from weightwire.clients.protocol import ControlPlane
 from weightwire.deadline import Deadline
-from weightwire.errors import DeadlineExceeded, MetadataError, PeerLost, WeightwireError
+from weightwire.errors import DeadlineExceeded, MetadataError, PeerLost, WeightwireError, describe
 from weightwire.fleet import Fleet, listening_socket, shared_secret, trainer_count, worker_count
 from weightwire.messages import TrainerInitInfo
 from weightwire.rendezvous import Rendezvous
@@ -88,8 +88,8 @@ class Membership:
             return rendezvous, Fleet(self.trainers, self.senders, rendezvous.workers)
         try:
             workers = worker_count(info, len(self.senders), control.world_size())
-        except WeightwireError as error:
-            self._tell_trainers(error)
+        except Exception as error:
+            self._tell_trainers(describe(error))
             raise
         return self._host(workers), Fleet(self.trainers, self.senders, workers)
 

@@ -21,6 +21,7 @@ from weightwire_rdt.nixl_agent import process_agent
 _MARK = "WEIGHTWIRE_TEST_NODE"
 _START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
 _UP = "Ray runtime started"
+_TRIES = 3
 
 
 class SecondNode:
@@ -38,6 +39,15 @@ class SecondNode:
         self._variables = cluster.variables
 
     def __enter__(self) -> Self:
+        for _ in range(_TRIES):  # Ray gives a raylet thirty seconds, which a busy machine may exceed
+            said = self._start()
+            if _UP in said:
+                return self
+            self._leave()
+        raise AssertionError(f"the second node did not start: {said}")
+
+    def _start(self) -> str:
+        """Have it start; returns what it said until it was up, or ended."""
         # Everything that it starts has the mark in its environment, whoever its parent is.
         marked = {**os.environ, **self._variables, _MARK: self.resource, "RAY_worker_niceness": "0"}
         options = {
@@ -52,17 +62,19 @@ class SecondNode:
             [*_START, *words], env=marked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         assert self._starter.stdout is not None
-        said = []
+        said = ""
         for line in self._starter.stdout:
-            said.append(line)
+            said += line
             if _UP in line:
-                return self
-        self.kill()
-        raise AssertionError(f"the second node did not start: {''.join(said)}")
+                break
+        return said
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         self.kill()
         assert self._starter.stdout is not None
         self._starter.stdout.close()
@@ -70,12 +82,20 @@ class SecondNode:
     def kill(self) -> None:
         """SIGKILL to its raylet, its agents and its workers; returns when all are gone."""
         deadline = Deadline(20, what="the second node to be gone")
-        while processes := self._processes():  # again, should one have been about to start another
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+        while self._signal(signal.SIGKILL):  # again, should one have been about to start another
             deadline.sleep(0.01)
         self._starter.wait(deadline.remaining())
+
+    def stop(self) -> None:
+        """SIGSTOP to all of them: the node falls silent, and its connections stay."""
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> int:
+        processes = self._processes()
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+        return len(processes)
 
     def _processes(self) -> list[int]:
         mark = f"{_MARK}={self.resource}".encode()

@@ -11,22 +11,26 @@ import pytest
 import torch
 from torch import nn
 
-from core.tests.sharded_fleet import Named, drive, held, info, loaded, named, serve
+from core.tests.sharded_fleet import Named, drive, held, info, loaded, named, send, serve
 from plugins.rdt.tests.cluster import Cluster
 from plugins.rdt.tests.fleet import Trainers
 from plugins.rdt.tests.held_sources import held_boxes, hold, let_go, reached
-from plugins.rdt.tests.second_node import SecondNode
+from plugins.rdt.tests.second_node import SecondNode, join_at
 from weightwire.clients.fanout import FanoutClient, Policy
-from weightwire.errors import PeerLost
+from weightwire.errors import DeadlineExceeded, PeerLost
 from weightwire.layout import ParamMeta, Shard
 from weightwire.messages import ParallelConfig
 from weightwire.testing.fixtures import BorrowRanks
+from weightwire.testing.pool import RankPool
 from weightwire.testing.pool_process import Rank
 from weightwire_rdt import RayWorkerGroup
 
 pytestmark = pytest.mark.timeout(300)
 STARTING = 110
 IN_TIME = 15.0
+"""Seconds in which everybody has to hear that a node is lost."""
+RAY_NOTICES = 15.0
+"""How long Ray takes to say that nothing will start on a node that is lost."""
 SMALL = {"buffer_bytes": 256, "direct_bytes": 64}
 METADATA = [
     ParamMeta("whole", torch.float32, (9, 5), owners=(0,)),
@@ -61,11 +65,11 @@ def checksums(state: State) -> Any:
 
 
 @contextmanager
-def in_time() -> Iterator[None]:
+def in_time(seconds: float = IN_TIME) -> Iterator[None]:
     begun = time.monotonic()
     yield
     took = time.monotonic() - begun
-    assert took < IN_TIME
+    assert took < seconds
 
 
 def check(workers: Sequence[Rank], seed: int) -> None:
@@ -100,7 +104,7 @@ def test_a_node_with_a_worker_is_killed(ranks: BorrowRanks, cluster: Cluster, wh
     report = outcomes[0]
     if policy == "all":
         assert all(isinstance(error, PeerLost) for error in outcomes), outcomes
-        assert all("worker rank" in str(error) for error in outcomes), outcomes
+        assert all("worker rank 1" in str(error) for error in outcomes), outcomes
         check(near, 1)
     else:
         assert isinstance(report, dict), report
@@ -111,3 +115,80 @@ def test_a_node_with_a_worker_is_killed(ranks: BorrowRanks, cluster: Cluster, wh
         fleet.send(3)
     check(near, 3)
     fleet.close()
+
+
+# A trainer rank on the second node
+
+
+@pytest.fixture
+def guest(pool: RankPool) -> Iterator[Rank]:
+    """A process that has joined no cluster yet, and is of no use afterwards."""
+    (rank,) = pool.borrow(1, fresh=True)
+    yield rank
+    rank.kill()
+    pool.give_back([rank])
+
+
+def open_across(near: Rank, guest: Rank, node: SecondNode, cluster: Cluster, client: Any, way: str) -> Trainers:
+    """Trainer ranks on both nodes, the second on the second."""
+    guest.call(join_at, cluster.variables, node.address)
+    return Trainers([near, guest], client, held_boxes, METADATA, tensor_transport=way, **SMALL).opened()
+
+
+def killed_in_a_round(node: SecondNode, fleet: Trainers) -> BaseException | None:
+    guest = fleet.ranks[1]
+    guest.call(hold)
+    sending = fleet.start(2)[0]
+    guest.call(reached)
+    node.kill()
+    guest.kill()
+    return sending.exception()
+
+
+def killed_between_rounds(node: SecondNode, fleet: Trainers) -> BaseException | None:
+    """Rank 0 opens the link again, and waits for the other one to come for as long as it is told to."""
+    near, guest = fleet.ranks
+    node.kill()
+    guest.kill()
+    return near.start(send, 2, timeout=5.0).exception()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("way", "in_a_round"), [("nixl", True), ("object_store", True), ("nixl", False)])
+def test_a_node_with_a_trainer_rank_is_killed(
+    ranks: BorrowRanks, guest: Rank, cluster: Cluster, way: str, in_a_round: bool
+) -> None:
+    workers, (near, other) = ranks(2), ranks(2)
+    client = serve(workers, named, METADATA, [NAMES, NAMES])
+    with SecondNode(cluster) as node:
+        fleet = open_across(near, guest, node, cluster, client, way)
+        fleet.send(1)
+        with in_time():
+            error = (killed_in_a_round if in_a_round else killed_between_rounds)(node, fleet)
+        assert isinstance(error, PeerLost | DeadlineExceeded), error
+        assert "trainer rank 1" in str(error)
+        check(workers, 1)
+    fleet = Trainers([near, other], client, held_boxes, METADATA, tensor_transport=way, **SMALL).opened()
+    fleet.send(3)
+    check(workers, 3)
+    fleet.close()
+
+
+@pytest.mark.thorough
+def test_a_trainer_rank_that_outlives_its_node(ranks: BorrowRanks, guest: Rank, cluster: Cluster) -> None:
+    """Over NIXL a round needs neither the producer nor Ray; a link does."""
+    workers, (near,) = ranks(2), ranks(1)
+    client = serve(workers[:1], named, METADATA, [NAMES])
+    with SecondNode(cluster) as node:
+        fleet = open_across(near, guest, node, cluster, client, "nixl")
+        fleet.send(1)
+        node.kill()
+        assert not fleet.send(2)["reinitialised"]
+        check(workers[:1], 2)
+        near.call(drive, FanoutClient([client, serve(workers[1:], named, METADATA, [NAMES])]))
+        with in_time(RAY_NOTICES + IN_TIME):
+            errors = fleet.send_in_vain(3)
+        for error in errors:
+            assert isinstance(error, PeerLost)
+            assert "the producer of trainer rank 1 is gone" in str(error)
+        check(workers[:1], 2)

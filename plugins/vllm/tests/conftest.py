@@ -49,7 +49,7 @@ class Lineup:
 
     def get(self, folder: Path, *arguments: str, **environment: str) -> Server:
         """A healthy server of this kind."""
-        kind = (folder, arguments)
+        kind = (folder, arguments, environment)
         if self._server is None or self._kind != kind or not self._server.healthy():
             self.stop()
             log = self._logs / "server.log"
@@ -85,7 +85,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     mine = [item for item in items if item.path.is_relative_to(here)]
     for item in mine:
-        item.add_marker(pytest.mark.timeout(START_SECONDS + 60))
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(START_SECONDS + 60))
     if len(mine) == len(items):
         items.sort(key=lambda item: "server" not in getattr(item, "fixturenames", ()))
 

@@ -2,36 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import socket
 import threading
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 from weightwire.deadline import Deadline
 from weightwire.errors import PeerLost, TransferError, TransportUnavailable, WeightwireError, error_from_json
 
 _SLICE = 0.1
+_REACH_SECONDS = 5.0
 _BACKEND = "sharded_rdt"
 
 
 def join_cluster() -> Any:
     """Ray's module, with this process in a cluster: its own, else that of `RAY_ADDRESS`, else one on this host.
 
+    A handler of SIGTERM that the process has stays, as a host's own, such as vLLM's, ends it in its own way.
+
     Raises:
-        TransportUnavailable: There is none.
+        TransportUnavailable: There is none, or it does not take this process.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
     if not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS", "auto")
         try:
-            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), logging_level="warning", log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+            _reach(address)
+            with _keeping_handler():
+                ray.init(address=address, logging_level="warning", log_to_driver=False)
+        except (OSError, ValueError, RuntimeError) as error:
             raise TransportUnavailable(
                 f"backend {_BACKEND!r} runs on Ray, and this process is in no cluster ({error}): start one with "
-                "`ray start --head`, or set RAY_ADDRESS"
+                "`ray start --head`, or set RAY_ADDRESS; one that wants a token has to find the same RAY_AUTH_MODE and "
+                "RAY_AUTH_TOKEN here"
             ) from error
     return ray
+
+
+def _reach(address: str) -> None:
+    """Find out soon that nothing listens at `host:port`: Ray would try for minutes, whatever the caller's deadline."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and port.isdecimal()) or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"nothing can be reached at RAY_ADDRESS {address}: {error}") from error
+
+
+@contextlib.contextmanager
+def _keeping_handler() -> Iterator[None]:
+    """Put this process's handler of SIGTERM back, which Ray replaces where it can: on the main thread."""
+    ours = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM) if ours else None
+    try:
+        yield
+    finally:
+        if before not in (None, signal.SIG_DFL):
+            signal.signal(signal.SIGTERM, before)
 
 
 def namespace() -> str:
@@ -62,16 +96,22 @@ def result(reference: Any, deadline: Deadline, *, whom: str) -> Any:
             if not ready:
                 continue
             answer = ray.get(reference, timeout=deadline.remaining() + _SLICE)
-        except ray.exceptions.RayActorError as error:
-            raise PeerLost(f"{whom} is gone: {first_line(error)}", transport=_BACKEND) from error
         except ray.exceptions.RayError as error:
-            raise TransferError(f"{whom}: {first_line(error)}", transport=_BACKEND) from error
+            raise in_our_words(error, whom) from error
         return unwrapped(answer)
 
 
 def first_line(error: BaseException) -> str:
     """The first line of what Ray says."""
     return str(error).strip().partition("\n")[0]
+
+
+def in_our_words(error: Exception, whom: str) -> WeightwireError:
+    """What an error of Ray's means: `PeerLost` where `whom`, an actor or the owner of an object, is gone."""
+    ray = join_cluster()
+    if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)):
+        return PeerLost(f"{whom} is gone: {first_line(error)}", transport=_BACKEND)
+    return TransferError(f"{whom}: {first_line(error)}", transport=_BACKEND)
 
 
 def answer_of(error: WeightwireError) -> dict[str, Any]:
@@ -125,10 +165,16 @@ class Beside:
         self._process = 0
         self._started: dict[str, tuple[str, Any]] = {}
 
-    def get(self, where: str, deadline: Deadline) -> tuple[str, Any]:
+    def get(self, where: str, deadline: Deadline, *, whom: str | None = None) -> tuple[str, Any]:
         """Its name in a namespace, and its handle; one that died is replaced.
 
+        Args:
+            where: The namespace.
+            deadline: Of the public call.
+            whom: The actor in words; None says its name.
+
         Raises:
+            PeerLost: It cannot be replaced: this process's node is lost.
             DeadlineExceeded: It did not start in time.
         """
         ray = join_cluster()
@@ -138,12 +184,12 @@ class Beside:
             known = self._started.get(where)
             if known is not None:
                 try:
-                    result(known[1].__ray_ready__.remote(), deadline, whom=known[0])
+                    result(known[1].__ray_ready__.remote(), deadline, whom=whom or known[0])
                     return known
                 except PeerLost:
                     del self._started[where]
             self._started[where] = started = self._start(ray, where)
-        result(started[1].__ray_ready__.remote(), deadline, whom=started[0])
+        result(started[1].__ray_ready__.remote(), deadline, whom=whom or started[0])
         return started
 
     def _start(self, ray: Any, where: str) -> tuple[str, Any]:

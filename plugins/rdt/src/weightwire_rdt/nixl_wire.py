@@ -22,7 +22,7 @@ from weightwire.errors import PeerLost, TransferError
 from weightwire.packing import Pending
 from weightwire_rdt.nixl_agent import NixlAgent, Polling, Read, Span, memory_of, span_of
 from weightwire_rdt.outlet import PARTING_SECONDS, Offers, Unneeded
-from weightwire_rdt.patience import Patience
+from weightwire_rdt.patience import WORKER_SECONDS, Patience
 from weightwire_rdt.pulling import Chunk
 from weightwire_rdt.registrations import Registrations
 
@@ -194,7 +194,7 @@ class NixlReading:
         self._registrations = Registrations(agent.register_storage, agent.deregister)
         self._round = 0
         self._offers: dict[tuple[int, int, int], _Offer] = {}
-        self._patience = Patience(stall)
+        self._patience = Patience(stall + WORKER_SECONDS)
         self._reads: list[_Reading] = []
         agent.open_box(box)
 
@@ -203,7 +203,7 @@ class NixlReading:
         self._round = number
         self._offers = {key: offer for key, offer in self._offers.items() if key[0] == number}
         self._registrations.sweep()
-        self._patience = Patience(self._stall)
+        self._patience = Patience(self._stall + WORKER_SECONDS)
 
     def ready(self, owner: int, ordinal: int) -> bool:
         """Whether a trainer rank has offered a chunk."""

@@ -7,6 +7,8 @@ import time
 from weightwire.deadline import Deadline
 from weightwire.errors import PeerStalled
 
+WORKER_SECONDS = 2.0
+"""How much longer than a trainer rank a worker waits: where another worker does not read, the rank says so first."""
 _PAUSE = 0.0005
 
 

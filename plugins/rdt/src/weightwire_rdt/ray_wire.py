@@ -17,12 +17,11 @@ from typing import Any, Final
 from torch import Tensor
 
 from weightwire.deadline import Deadline
-from weightwire.errors import PeerLost, TransferError, WeightwireError
 from weightwire.packing import Pending
-from weightwire_rdt.cluster import first_line, join_cluster, tell, unwrapped
+from weightwire_rdt.cluster import in_our_words, join_cluster, tell, unwrapped
 from weightwire_rdt.installer import Installer
 from weightwire_rdt.outlet import Key, Offers, Unneeded
-from weightwire_rdt.patience import Patience
+from weightwire_rdt.patience import WORKER_SECONDS, Patience
 from weightwire_rdt.pulling import Chunk
 from weightwire_rdt.ray_carriers import Carrier
 
@@ -59,15 +58,8 @@ class _Asking:
             asked, self._asked = self._asked, None
             answered: dict[str, Any] = unwrapped(ray.get(asked, timeout=_SLICE))
         except ray.exceptions.RayError as error:
-            raise _lost(ray, error, self._whom) from error
+            raise in_our_words(error, self._whom) from error
         return answered
-
-
-def _lost(ray: Any, error: Exception, whom: str) -> WeightwireError:
-    gone = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)  # which the death of an owner is, too
-    if isinstance(error, gone):
-        return PeerLost(f"{whom} is gone: {first_line(error)}", transport="sharded_rdt")
-    return TransferError(f"{whom}: {first_line(error)}", transport="sharded_rdt")
 
 
 @dataclass(slots=True)
@@ -223,7 +215,7 @@ class RayReading:
         self._asking = {owner: _Asking(f"the producer of trainer rank {owner}") for owner in producers}
         self._next = dict.fromkeys(producers, 0)
         self._chunks: dict[tuple[int, int], Any] = {}
-        self._patience = Patience(stall)
+        self._patience = Patience(stall + WORKER_SECONDS)
         self._getter = Installer("weightwire-rdt-get")
 
     def begin_round(self, number: int) -> None:
@@ -234,7 +226,7 @@ class RayReading:
         self._chunks.clear()
         for asking in self._asking.values():
             asking.forget()
-        self._patience = Patience(self._stall)
+        self._patience = Patience(self._stall + WORKER_SECONDS)
         self._getter.begin()
 
     def ready(self, owner: int, ordinal: int) -> bool:
@@ -256,7 +248,7 @@ class RayReading:
         try:
             return self._carrier.unpack(packed, self._stall)
         except ray.exceptions.RayError as error:
-            raise _lost(ray, error, f"trainer rank {owner}") from error
+            raise in_our_words(error, f"trainer rank {owner}") from error
 
     def receive(self, chunks: Sequence[Chunk], owner: int, deadline: Deadline) -> _Getting:
         """Begin to get chunks that are `ready`."""
@@ -270,7 +262,7 @@ class RayReading:
                 for chunk, reference in wanted:
                     self._carrier.get(reference, chunk.buffers, min(self._stall, deadline.remaining()))
             except ray.exceptions.RayError as error:
-                raise _lost(ray, error, f"trainer rank {owner}") from error
+                raise in_our_words(error, f"trainer rank {owner}") from error
             tell(self._producers[owner].read, self._link, number, self._worker, [chunk.ordinal for chunk in chunks])
             getting.here.set()
 

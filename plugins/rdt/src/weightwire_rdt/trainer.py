@@ -184,7 +184,7 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
     def _open_producer(self, link: str, deadline: Deadline) -> list[str]:
         """Open the link at this process's producer; returns that one's name and namespace."""
         where = self.init_info.trainer_actor_namespace or cluster.namespace()
-        name, self._producer = _producer.get(where, deadline)
+        name, self._producer = _producer.get(where, deadline, whom=self._door)
         self._link_name = link
         opening = (link, self._holding.to_json(), self.fleet.workers)
         cluster.result(self._producer.open.remote(*opening), deadline, whom=self._door)

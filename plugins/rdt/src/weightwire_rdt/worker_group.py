@@ -46,6 +46,7 @@ class RayWorkerGroup:
             raise MessageError("RayWorkerGroup needs at least one actor")
         self.actors = list(actors)
         self.timeout = timeout
+        self._offset = 0
         self._update_id: str | None = None
         self._sequence = 0
 
@@ -106,6 +107,8 @@ class RayWorkerGroup:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], *, timeout: float | None = None) -> None:
         """Have every worker connect to a trainer."""
+        # Of several servers each is told how many workers come before its own: errors name them by all of them.
+        self._offset = int(init_info.get("weightwire", {}).get("worker_offset", 0))
         self._all("init", init_info, timeout=timeout)
 
     def start_weight_update(
@@ -194,7 +197,7 @@ class RayWorkerGroup:
         group = {"concurrency_group": "control"} if method in _CONTROL else {}
         calls = {
             f"worker rank {rank}": actor.call.options(**group).remote(method, list(given), keywords, seconds)
-            for rank, (actor, given) in enumerate(zip(self.actors, arguments, strict=True))
+            for rank, (actor, given) in enumerate(zip(self.actors, arguments, strict=True), self._offset)
         }
         answers = everywhere(calls, seconds + (0 if method in UNBOUNDED else _GRACE_SECONDS), what=method)
         return [answer["value"] for answer in answers]
