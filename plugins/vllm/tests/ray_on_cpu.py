@@ -13,14 +13,14 @@ from vllm.platforms import current_platform
 from vllm.v1.executor import ray_executor_v2
 
 
-class RayWorkerOnCPU(ray_executor_v2.RayWorkerProc):
+class RayWorkerOnCPU(ray_executor_v2.RayWorkerProc):  # type: ignore[misc]
     """One of its worker actors, which asks Ray for no GPUs."""
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
         return ray.get_runtime_context().get_node_id(), []
 
 
-class RayExecutorOnCPU(ray_executor_v2.RayExecutorV2):
+class RayExecutorOnCPU(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
     """Places a worker by one of Ray's CPUs."""
 
     def _init_executor(self) -> None:

@@ -99,6 +99,7 @@ def pulled(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [rank for rank in report["ranks"] if "commit" in rank["seconds"]]
 
 
+@pytest.mark.thorough
 def test_one_worker(serve: Serve, models: Models, members: BorrowRanks) -> None:
     (trainer,) = members(1)
     check_rounds(serve("processes", 1), models, trainer)
@@ -108,6 +109,7 @@ both_kinds = pytest.mark.parametrize("kind", ["processes", "actors"], scope="mod
 """Of the module, so that pytest runs all tests of one server together."""
 
 
+@pytest.mark.thorough
 @both_kinds
 def test_rounds(serve: Serve, models: Models, members: BorrowRanks, kind: str) -> None:
     (trainer,) = members(1)
@@ -144,7 +146,7 @@ def test_other_ways_for_the_bytes(serve: Serve, models: Models, members: BorrowR
     check_rounds(serve(kind, 2), models, trainer, tensor_transport=way)
 
 
-@both_kinds
+@pytest.mark.parametrize("kind", ["processes", pytest.param("actors", marks=pytest.mark.thorough)], scope="module")
 def test_after_a_trainer_was_killed(serve: Serve, models: Models, members: BorrowRanks, kind: str) -> None:
     server = serve(kind, 2)
     lose_trainer(members, server, models, BACKEND, "trainer.begin", "kill")
