@@ -25,7 +25,7 @@ from weightwire.source import ModuleSource, WeightSource
 
 TOKENS: Final = 16
 PROMPT: Final = (5, 6, 7, 8)
-START_SECONDS: Final = 150.0
+START_SECONDS: Final = 240.0
 ENVIRONMENT: Final = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -21,7 +21,7 @@ from weightwire.testing.fixtures import BorrowRanks
 from weightwire.testing.pool import Rank, RankPool
 
 # A cluster, a server and the actors beside trainer ranks start one after the other.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(560)]
 
 BACKEND: Final = "sharded_rdt"
 ROOT: Final = Path(__file__).parents[3]
