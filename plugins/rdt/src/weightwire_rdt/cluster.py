@@ -145,7 +145,8 @@ def found(ray: Any, name: str, where: str, whom: str) -> Any:
     try:
         return ray.get_actor(name, namespace=where)
     except ValueError as error:
-        raise PeerLost(f"{whom} is not in this Ray cluster, or has died: {first_line(error)}", transport=_BACKEND) from error
+        words = f"{whom} is not in this Ray cluster, or has died: {first_line(error)}"
+        raise PeerLost(words, transport=_BACKEND) from error
 
 
 class Beside:
