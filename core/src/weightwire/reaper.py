@@ -8,7 +8,7 @@ An interpreter that ends must neither wait for such a group nor be hurt by it. H
 not destroyed in order is never destroyed at all: `retain` takes a reference that only `destroy` gives back. And no
 thread of Python may return from C++ while the interpreter is being taken down, since CPython ends it there and C++
 calls that a crash (exit status 134): such calls go through `settled`, in short slices, and the last slice is
-waited for, as is, for a second, a group that `construct` is still making.
+waited for, as is a group that `construct` is still making.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from weightwire.deadline import Deadline
 
 _INTERVAL = 0.1
 _EXIT_SECONDS = 1.0
+_EXIT_CONSTRUCT_SECONDS = 60.0
 _CONSTRUCT_INTERVAL = 0.005
 
 _condition = threading.Condition()
@@ -233,6 +234,9 @@ def _leave() -> None:
     with _teardown:
         _leaver = threading.get_ident()
     until = time.monotonic() + _EXIT_SECONDS
-    # A constructor that waits for its peer goes on for longer than that, as a rule until the process has ended.
-    while (_inside - {_leaver} or _constructing) and time.monotonic() < until:
+    while _inside - {_leaver} and time.monotonic() < until:
+        time.sleep(0.001)
+    # Nothing cuts these short: gloo gives up after five times its timeout (measured).
+    until = time.monotonic() + _EXIT_CONSTRUCT_SECONDS
+    while _constructing and time.monotonic() < until:
         time.sleep(0.001)
