@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from weightwire import reaper
 
 EXIT_CODE = 7
-GLOO_SECONDS = 0.5
+GLOO_SECONDS = 1.0
 """gloo gives up after several times of this."""
 WATCHED_SECONDS = 0.3
 
