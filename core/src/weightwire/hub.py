@@ -175,9 +175,12 @@ class Hub:
             self._table.forget(member)
         self._tell(group, {"type": "failed", "error": error.to_json(), "rank": rank})
         self._tell(self._waited_for, {"type": "parted", "ranks": sorted(group), "error": error.to_json()})
-        for phase, posts in list(self._exchanges.items()):
-            self._exchanges[phase] = {member: post for member, post in posts.items() if member not in group}
-            self._answer_if_complete(phase)
+        for posts in self._exchanges.values():
+            for member in group & posts.keys():
+                del posts[member]
+        for phase in tuple(self._exchanges):
+            if phase in self._exchanges:  # an answer that is too large ends the epoch, and all exchanges with it
+                self._answer_if_complete(phase)
         return True
 
     def close(self) -> None:

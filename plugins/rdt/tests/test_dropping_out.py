@@ -41,6 +41,14 @@ def start_persisting(trainers: Sequence[Rank], seed: int, **options: Any) -> dic
     return first
 
 
+def two_servers(ranks: BorrowRanks, trainers: int, **options: Any) -> tuple[list[Rank], list[Rank], Trainers]:
+    """Two servers of one worker each, sharded trainer ranks, and their link."""
+    workers, senders = ranks(2), ranks(trainers)
+    client = FanoutClient([serve([rank], model, NAMES) for rank in workers], "best_effort")
+    return workers, senders, Trainers(senders, client, boxes, OF_ONE if trainers == 1 else METADATA, **options).opened()
+
+
+OF_ONE = [ParamMeta(meta.name, meta.dtype, meta.shape) for meta in METADATA]
 WAYS = ["nixl", *(pytest.param(way, marks=pytest.mark.thorough) for way in ("ray_nixl", "object_store"))]
 
 
@@ -78,10 +86,7 @@ def test_workers_that_drop_out_in_the_middle_and_one_that_comes_late(ranks: Borr
 
 def test_a_server_that_is_lost_between_rounds(ranks: BorrowRanks) -> None:
     """The next round does without it, over the same link."""
-    stays, dies = ranks(2)
-    clients = [serve([rank], model, NAMES) for rank in (stays, dies)]
-    trainers = ranks(2)
-    fleet = Trainers(trainers, FanoutClient(clients, "best_effort"), boxes, METADATA, **SMALL).opened()
+    (stays, dies), trainers, fleet = two_servers(ranks, 2, **SMALL)
     start_persisting(trainers, 1)
     dies.kill()
     report = start_persisting(trainers, 2)
@@ -91,17 +96,14 @@ def test_a_server_that_is_lost_between_rounds(ranks: BorrowRanks) -> None:
 
 
 def test_rounds_for_some_of_the_servers(ranks: BorrowRanks) -> None:
-    first, second = ranks(2)
-    clients = [serve([rank], model, NAMES) for rank in (first, second)]
-    trainers = ranks(2)
-    fleet = Trainers(trainers, FanoutClient(clients, "best_effort"), boxes, METADATA, **SMALL).opened()
+    (first, second), trainers, fleet = two_servers(ranks, 2, **SMALL)
     report = start_persisting(trainers, 1, live_consumer_ids=[1])
     assert committed(report) == [False, True]
     assert "left out of the round" in report["servers"][0]["error"]
     check([second], 1)
     assert committed(start_persisting(trainers, 2)) == [True, True]
     check([first, second], 2)
-    for wrong in ([], [2], ["0"]):
+    for wrong in ([], [2], ["0"], [0, "1"]):
         for call in [rank.start(persist, 3, live_consumer_ids=wrong) for rank in trainers]:
             error = call.exception()
             assert isinstance(error, MessageError)
@@ -112,12 +114,7 @@ def test_rounds_for_some_of_the_servers(ranks: BorrowRanks) -> None:
 
 @pytest.mark.thorough
 def test_over_gloo_the_round_is_repeated_without_a_worker_that_is_lost(ranks: BorrowRanks) -> None:
-    stays, dies = ranks(2)
-    clients = [serve([rank], model, NAMES) for rank in (stays, dies)]
-    trainers = ranks(1)
-    metadata = [ParamMeta(meta.name, meta.dtype, meta.shape) for meta in METADATA]
-    options = {"tensor_transport": "gloo", **SMALL}
-    fleet = Trainers(trainers, FanoutClient(clients, "best_effort"), boxes, metadata, **options).opened()
+    (stays, dies), trainers, fleet = two_servers(ranks, 1, tensor_transport="gloo", **SMALL)
     start_persisting(trainers, 1)
     dies.at("worker.received", "kill")
     report = start_persisting(trainers, 2)

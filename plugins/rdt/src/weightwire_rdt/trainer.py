@@ -133,7 +133,7 @@ class ShardedRDTTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShardedR
         there = range(self.fleet.workers)
         if not ranks or any(type(rank) is not int or rank not in there for rank in ranks):
             raise MessageError(
-                f"live_consumer_ids {sorted(ranks)} are not worker ranks of 0 to {len(there) - 1}, at least one",
+                f"live_consumer_ids {list(ranks)} are not worker ranks of 0 to {len(there) - 1}, at least one",
                 transport="sharded_rdt",
             )
 
