@@ -9,10 +9,9 @@ import pytest
 
 from core.tests.sharded_fleet import boxes, info, sent_by, serve
 from plugins.rdt.tests.fleet import Trainers
-from plugins.rdt.tests.test_topology import METADATA, NAMES, NBYTES, SMALL, check, model
+from plugins.rdt.tests.test_topology import METADATA, NAMES, NBYTES, OF_ONE, SMALL, check, model
 from weightwire.clients.fanout import FanoutClient
 from weightwire.errors import MessageError
-from weightwire.layout import ParamMeta
 from weightwire.testing.fixtures import BorrowRanks
 from weightwire.testing.pool_process import Rank
 
@@ -48,7 +47,6 @@ def two_servers(ranks: BorrowRanks, trainers: int, **options: Any) -> tuple[list
     return workers, senders, Trainers(senders, client, boxes, OF_ONE if trainers == 1 else METADATA, **options).opened()
 
 
-OF_ONE = [ParamMeta(meta.name, meta.dtype, meta.shape) for meta in METADATA]
 WAYS = ["nixl", *(pytest.param(way, marks=pytest.mark.thorough) for way in ("ray_nixl", "object_store"))]
 
 

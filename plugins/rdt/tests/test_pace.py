@@ -12,7 +12,7 @@ from torch import nn
 
 from core.tests.sharded_fleet import Pairs, boxes, details_of, serve
 from plugins.rdt.tests.fleet import Trainers
-from plugins.rdt.tests.test_topology import METADATA, NAMES, NBYTES, SMALL, Model, check, kill_producer, model
+from plugins.rdt.tests.test_topology import METADATA, NAMES, NBYTES, OF_ONE, SMALL, Model, check, kill_producer, model
 from weightwire.clients.fanout import FanoutClient
 from weightwire.errors import PeerLost, PeerStalled
 from weightwire.testing.fixtures import BorrowRanks
@@ -62,7 +62,7 @@ def test_a_stopped_worker_is_named_by_whoever_waits_for_it(ranks: BorrowRanks, w
     going, stopped = ranks(2)
     client = serve([going, stopped], model, NAMES)
     options = {"tensor_transport": way, "num_rdt_buffers": 1, "stall_timeout_s": 1.5, "timeout": 40.0, **SMALL}
-    fleet = Trainers(ranks(1), client, boxes, WHOLE, **options).opened()
+    fleet = Trainers(ranks(1), client, boxes, OF_ONE, **options).opened()
     fleet.send(1)
     stopped.at("worker.begin", "stop")
     (error,) = fleet.send_in_vain(2)
@@ -73,9 +73,6 @@ def test_a_stopped_worker_is_named_by_whoever_waits_for_it(ranks: BorrowRanks, w
     fleet.send(3)
     check([going, stopped], 3)
     fleet.close()
-
-
-WHOLE = [type(meta)(meta.name, meta.dtype, meta.shape) for meta in METADATA]
 
 
 def lose_producer(state: State) -> None:

@@ -46,6 +46,8 @@ METADATA = [
     ParamMeta("layers.1.w", torch.float64, (4, 7), owners=(1,)),
     ParamMeta("layers.1.rows", torch.uint8, (5, 3), owners=(1, 0), placements=(Shard(0),)),
 ]
+OF_ONE = [ParamMeta(meta.name, meta.dtype, meta.shape) for meta in METADATA]
+"""The same, all of it on one trainer rank."""
 NAMES = [meta.name for meta in METADATA]
 NBYTES = sum(meta.nbytes for meta in METADATA)
 
@@ -192,8 +194,7 @@ def spoil(state: State, value: bool) -> None:
 
 def test_a_parameter_that_is_written_during_the_round(ranks: BorrowRanks) -> None:
     (worker,) = ranks(1)
-    metadata = [ParamMeta(meta.name, meta.dtype, meta.shape) for meta in METADATA]
-    fleet = Trainers(ranks(1), serve([worker], model, NAMES), spoiled_source, metadata, **SMALL).opened()
+    fleet = Trainers(ranks(1), serve([worker], model, NAMES), spoiled_source, OF_ONE, **SMALL).opened()
     fleet.send(1)
     check([worker], 1)
     fleet.each(spoil, True)
