@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from importlib.util import find_spec
 
 import pytest
@@ -18,10 +19,23 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="run the tests marked thorough too, as CI does")
+    parser.addoption("--thorough", action="store_true", help="run the tests marked thorough too")
+    parser.addoption("--share", type=_share, metavar="I/N", help="run the I-th of N shares of all tests, as CI does")
+
+
+def _share(text: str) -> tuple[int, int]:
+    share, shares = map(int, text.split("/"))
+    if not 1 <= share <= shares:
+        raise ValueError
+    return share, shares
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (chosen := config.getoption("--share")) is not None:
+        share, shares = chosen
+        mine = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == share - 1]
+        config.hook.pytest_deselected(items=[item for item in items if item not in mine])
+        items[:] = mine
     if not config.getoption("--thorough"):
         for item in items:
             if item.get_closest_marker("thorough"):

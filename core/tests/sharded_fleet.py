@@ -176,7 +176,7 @@ def open_trainer(
 ) -> None:
     """Make the trainer engine of this rank; an earlier one is closed."""
     close(state)
-    given = {"peer_timeout": 3.0, "timeout": 30.0, **options}
+    given = {"timeout": 60.0, **options}
     given |= {"rank": rank, "num_trainer_ranks": count, "secret": SECRET, "listen_socket": state.pop("held", None)}
     state["source"] = source = make(state, rank, count, *arguments)
     info = engine_class("trainer", backend).init_info_cls(**given)

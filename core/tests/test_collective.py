@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from core.tests.collective_ranks import (
     MIB,
     State,
     close_all,
+    connect,
     connect_all,
     connected,
     content,
@@ -23,12 +26,15 @@ from core.tests.collective_ranks import (
     send,
     settle_at,
 )
+from weightwire import wires
 from weightwire.collective import TorchCommunicator
 from weightwire.deadline import Deadline
 from weightwire.errors import DeadlineExceeded, OrderError, TransferError
 from weightwire.testing.fixtures import BorrowRanks
+from weightwire.testing.pool_rank import at_tidy
 
 PIECE = 64 * KIB
+GLOO_SECONDS = 1.0
 SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 7 * PIECE // 2, 0, 40 * PIECE]
 
 
@@ -74,6 +80,35 @@ def test_one_to_two(strict_ranks: BorrowRanks, tmp_path: Path, collective: bool)
     assert all(call.result() for call in received)
     sent.result()
     close_all(lent)
+
+
+@pytest.mark.parametrize("collective", [False, True])
+def test_a_rank_that_comes_late_costs_nobody_the_link(
+    strict_ranks: BorrowRanks, tmp_path: Path, collective: bool
+) -> None:
+    """The first two stand in gloo's constructor, each for longer than gloo itself would wait, for the third."""
+    lent = first, second, late = strict_ranks(3)
+    for rank in lent:
+        rank.call(have_gloo_wait, GLOO_SECONDS)
+    options = {"collective": collective, "senders": [0]}
+    calls = [
+        rank.start(connect, number, 3, str(tmp_path / "store"), **options)
+        for number, rank in enumerate((first, second))
+    ]
+    time.sleep(2 * GLOO_SECONDS)
+    late.call(connect, 2, 3, str(tmp_path / "store"), **options)
+    for call in calls:
+        call.result()
+    sent = first.start(send, SIZES, [1, 2])
+    received = [rank.start(receive, SIZES, 0) for rank in (second, late)]
+    assert all(call.result() for call in received)
+    sent.result()
+    close_all(lent)
+
+
+def have_gloo_wait(state: State, seconds: float) -> None:
+    at_tidy(partial(setattr, wires, "_CONNECT_SECONDS", wires._CONNECT_SECONDS))
+    wires._CONNECT_SECONDS = seconds
 
 
 @pytest.mark.parametrize("collective", [False, True])

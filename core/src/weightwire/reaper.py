@@ -56,6 +56,11 @@ def retain(group: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
+def leaving() -> bool:
+    """Whether the interpreter ends, which waits for constructors."""
+    return _leaver is not None
+
+
 def construct(make: Callable[[], Any], *, watch: Callable[[], None]) -> Any:
     """Make a process group on a thread of its own, since its constructor cannot be interrupted either.
 

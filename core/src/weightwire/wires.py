@@ -119,9 +119,10 @@ def _members(routes: Sequence[tuple[int, int]], collective: bool) -> list[tuple[
 
 
 class _WatchedStore(Store):
-    """A store whose waits, inside gloo, end as soon as `watch` has raised, elsewhere.
+    """A store whose waits, inside gloo, end when they are given up, and not before.
 
-    `watch` raises with the deadline or with the death of a rank that is waited for.
+    gloo's own timeout is no reason: it is short, for a connection between two that are both there, and who is waited
+    for may itself wait for a third.
     """
 
     def __init__(self, store: Any, others: Sequence[int], liveness: Liveness, deadline: Deadline) -> None:
@@ -133,14 +134,14 @@ class _WatchedStore(Store):
         self.deadline = deadline
 
     def watch(self) -> None:
-        try:
-            self.deadline.check("connecting")
-            self.liveness.poll()
-            for failure in filter(None, map(self.liveness.failure, self.others)):
-                raise failure
-        except BaseException:
-            self._given_up = True
-            raise
+        """Raise with the deadline, or with the death of a rank that is waited for."""
+        self.deadline.check("connecting")
+        self.liveness.poll()
+        for failure in filter(None, map(self.liveness.failure, self.others)):
+            raise failure
+
+    def give_up(self) -> None:
+        self._given_up = True
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value)
@@ -148,18 +149,20 @@ class _WatchedStore(Store):
     def get(self, key: str) -> bytes:
         return bytes(self._store.get(key))
 
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=_CONNECT_SECONDS)) -> None:
-        until = time.monotonic() + timeout.total_seconds()
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         while not self._store.check(keys):
-            if self._given_up or time.monotonic() > until:
-                raise RuntimeError(f"timed out waiting for {keys}")
+            if self._given_up or reaper.leaving():
+                raise RuntimeError(f"gave up waiting for {keys}")
             time.sleep(_STORE_SECONDS)
 
 
 def _join(wire: GlooWire, store: _WatchedStore, members: tuple[int, ...], labels: Sequence[str]) -> None:
     try:
         wire.join(store, members)
-    except RuntimeError as error:
+    except BaseException as error:
+        store.give_up()
+        if not isinstance(error, RuntimeError):
+            raise
         store.deadline.check()
         if isinstance(error, WeightwireError):
             raise

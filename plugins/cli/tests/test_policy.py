@@ -37,12 +37,12 @@ class Fleet:
         )
 
 
-def trainer(state: State, urls: list[str], policy: Any, value: float) -> None:
+def trainer(state: State, urls: list[str], policy: Any, value: float, **fields: Any) -> None:
     """Connect to the servers."""
     state["model"] = Model(value)
     servers = [HTTPVLLMWeightSyncClient(url) for url in urls]
     state["client"] = client = FanoutClient(servers, policy, patience=1.0)
-    info = NCCLTrainerInitInfo(stall_limit=2.0, peer_timeout=3.0, timeout=25.0)
+    info = NCCLTrainerInitInfo(**{"timeout": 50.0, **fields})
     state["engine"] = client.persist(
         lambda: WeightTransferTrainerFactory.trainer_init(
             info, client=client, source=ModuleSource(state["model"], buffers=True)
@@ -151,7 +151,7 @@ def test_a_trainer_goes_on_without_it_and_takes_it_in_again(ranks: BorrowRanks) 
 @pytest.mark.thorough
 def test_one_is_stopped(ranks: BorrowRanks) -> None:
     fleet = Fleet(ranks)
-    fleet.sender.call(trainer, fleet.urls, "best_effort", 7.0)
+    fleet.sender.call(trainer, fleet.urls, "best_effort", 7.0, stall_limit=2.0, peer_timeout=3.0)
     fleet.workers[2].at("communicator.first_piece", "stop")
     began = time.monotonic()
     report = fleet.sender.call(send)

@@ -74,7 +74,7 @@ def test_a_server_that_dies_after_the_commit(ranks: BorrowRanks, checkpoint: str
     pushing = command.start(run, "push", checkpoint, "--to", url, "--verify", "--timeout", "20")
     worker.reached("worker.committed")
     worker.kill()
-    result, output, errors = pushing.result(30)
+    result, output, errors = pushing.result()
     assert result == 1
     assert output + errors == errors
     assert "worker rank 0" in errors

@@ -146,7 +146,7 @@ def open_trainer(
     if mode == "shared":
         share(trained)
     source = OwnedSource(trained, rank, count) if owned else ModuleSource(trained)
-    info = {"peer_timeout": 3.0, "timeout": 30.0, **options(mode), **info}
+    info = {"timeout": 60.0, **options(mode), **info}
     if count > 1:
         info |= {"rank": rank, "num_trainer_ranks": count, "secret": SECRET, "master_port": port}
         info["listen_socket"] = state.get("held")

@@ -78,10 +78,10 @@ def test_a_worker_killed_before_the_vote(ranks: BorrowRanks, mode: str, point: s
     healthy, lost = scene.workers
     lost.at(point, "kill")
     sending = scene.trainer.start(send)
-    lost.reached(point, 20)
+    lost.reached(point)
     began = time.monotonic()
     with pytest.raises(PeerLost, match=rf"worker rank 1.*{lost.pid}"):
-        sending.result(20)
+        sending.result()
     assert time.monotonic() - began < 3.0
     scene.check([healthy], scene.old)
     scene.drop(lost)
@@ -98,7 +98,7 @@ def test_a_worker_killed_after_the_vote(ranks: BorrowRanks, mode: str, point: st
     whole, lost = scene.workers
     lost.at(point, "kill")
     with pytest.raises(PeerLost, match=rf"worker rank 1.*{lost.pid}"):
-        scene.trainer.start(send).result(20)
+        scene.trainer.start(send).result()
     # The vote was unanimous, so the other server is whole on the new weights.
     scene.check([whole], scene.trainer.call(model_digests))
     scene.drop(lost)
@@ -134,7 +134,7 @@ def test_the_trainer_killed(ranks: BorrowRanks, mode: str, point: str) -> None:
     scene = Watched(ranks, mode)
     scene.trainer.at(point, "kill")
     scene.trainer.start(send)
-    scene.trainer.reached(point, 20)
+    scene.trainer.reached(point)
     scene.check(scene.workers, scene.old)
     (new,) = ranks(1)
     scene.open(new, arguments=(40.0,))
@@ -151,7 +151,7 @@ def test_the_trainer_killed_while_a_link_is_opened(ranks: BorrowRanks, mode: str
     first, second = ranks(2)
     first.at("ipc.connected", "kill")
     first.start(open_trainer, FanoutClient(scene.clients), mode=mode, model=scene.model, arguments=(9.0,))
-    first.reached("ipc.connected", 20)
+    first.reached("ipc.connected")
     scene.check(scene.workers, scene.old)
     scene.open(second, arguments=(30.0,))
     scene.send(trainer=second)
@@ -169,10 +169,10 @@ def test_a_worker_stopped(ranks: BorrowRanks, mode: str, point: str) -> None:
     healthy, stopped = scene.workers
     stopped.at(point, "stop")
     sending = scene.trainer.start(send)
-    stopped.reached(point, 20)
+    stopped.reached(point)
     began = time.monotonic()
     with pytest.raises(PeerLost, match="worker rank 1"):
-        sending.result(20)
+        sending.result()
     assert time.monotonic() - began < 4.0
     scene.check([healthy], scene.old)
     scene.drop(stopped)
@@ -196,7 +196,7 @@ def test_the_trainer_stopped(ranks: BorrowRanks, mode: str, point: str) -> None:
     scene = Watched(ranks, mode, peer_timeout=1.0)
     scene.trainer.at(point, "stop")
     scene.trainer.start(send)
-    scene.trainer.reached(point, 20)
+    scene.trainer.reached(point)
     scene.check(scene.workers, scene.old)
     (new,) = ranks(1)
     scene.open(new, arguments=(40.0,), takeover=True)
@@ -212,7 +212,7 @@ def test_a_worker_that_raises_is_quoted(ranks: BorrowRanks, mode: str) -> None:
     scene = Watched(ranks, mode)
     scene.workers[1].at(BEFORE_THE_VOTE[mode][1], "raise")
     with pytest.raises((TransferError, PeerFailed), match="worker rank 1.*a test asked for it"):
-        scene.trainer.start(send).result(20)
+        scene.trainer.start(send).result()
     scene.check(scene.workers, scene.old)
     scene.send()
     scene.check_nothing_is_left(scene.trainer, *scene.workers)
@@ -224,7 +224,7 @@ def test_failures_do_not_add_up(ranks: BorrowRanks, mode: str) -> None:
     for number in range(5):
         scene.workers[1].at(BEFORE_THE_VOTE[mode][1], "raise")
         with pytest.raises((TransferError, PeerFailed), match="worker rank 1"):
-            scene.trainer.start(send).result(20)
+            scene.trainer.start(send).result()
         scene.send()
         if number == 1:
             scene.before = {rank.pid: rank.call(holdings) for rank in (scene.trainer, *scene.workers)}
@@ -237,11 +237,11 @@ def test_an_abort_takes_effect_while_bytes_move(ranks: BorrowRanks, mode: str) -
     held, point = (scene.trainer, "ipc.slot") if mode == "ring" else (scene.workers[1], BEFORE_THE_VOTE[mode][1])
     held.at(point, "hold")
     sending = scene.trainer.start(send)
-    held.reached(point, 20)
+    held.reached(point)
     scene.clients[0].abort_weight_update()
     held.let_go(point)
     with pytest.raises(WeightwireError, match="aborted by abort_weight_update"):
-        sending.result(20)
+        sending.result()
     scene.check(scene.workers, scene.old)
     scene.send()
     scene.check_nothing_is_left(scene.trainer, *scene.workers)
@@ -254,7 +254,7 @@ def test_the_deadline_of_send_weights_is_kept(ranks: BorrowRanks, mode: str) -> 
     scene.workers[1].at("worker.begin", "hold")
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="worker rank 1"):
-        scene.trainer.start(send, None, timeout=1.0).result(20)
+        scene.trainer.start(send, None, timeout=1.0).result()
     assert time.monotonic() - began < 4.0
     scene.workers[1].let_go("worker.begin")
     scene.check(scene.workers, scene.old)

@@ -280,7 +280,7 @@ def rank_trainer(state: dict[str, Any], rank: int, folder: str, *, fail: bool = 
 @pytest.mark.parametrize("packed", [True, False])
 def test_rank_zero_sends_the_handles_of_every_rank(ranks: BorrowRanks, tmp_path: Any, packed: bool) -> None:
     pending = [one.start(rank_trainer, place, str(tmp_path), packed=packed) for place, one in enumerate(ranks(2))]
-    (calls, messages, none), (no_calls, _, neither) = [one.result(30) for one in pending]
+    (calls, messages, none), (no_calls, _, neither) = [one.result() for one in pending]
     assert (none, neither, no_calls) == (None, None, [])
     updates = messages[1:]
     assert calls == ["init", "start", *["update"] * len(updates), "finish"]
@@ -292,7 +292,7 @@ def test_rank_zero_sends_the_handles_of_every_rank(ranks: BorrowRanks, tmp_path:
 
 def test_every_rank_hears_why_one_failed(ranks: BorrowRanks, tmp_path: Any) -> None:
     pending = [one.start(rank_trainer, place, str(tmp_path), fail=place == 1) for place, one in enumerate(ranks(2))]
-    (calls, _, here), (_, _, there) = [one.result(30) for one in pending]
+    (calls, _, here), (_, _, there) = [one.result() for one in pending]
     assert calls == ["init", "start"]
     for told in (here, there):
         assert told.startswith("SourceMismatch")

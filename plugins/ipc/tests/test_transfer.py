@@ -242,16 +242,16 @@ def test_trainer_ranks_that_own_in_turn(ranks: BorrowRanks, mode: str, count: in
         for place, rank in enumerate(trainers)
     ]
     for call in opening:
-        call.result(30)
+        call.result()
     for _ in range(3):
         sending = [rank.start(send, "x") for rank in trainers]
-        sent = [call.result(30) for call in sending]
+        sent = [call.result() for call in sending]
         assert [worker.call(model_digests) for worker in workers] == [sent[0]["digests"]] * 2
     bytes_of = {rank["rank"]: rank["bytes"] for rank in sent[0]["report"]["ranks"]}
     assert all(bytes_of[f"trainer rank {place}"] > 0 for place in range(count))
     closing = [rank.start(close) for rank in trainers]
     for call in closing:
-        call.result(10)
+        call.result()
 
 
 def sharded(seed: float) -> nn.Module:

@@ -9,5 +9,5 @@ from weightwire.testing import TransportConformance, TransportUnderTest
 class TestM2N(TransportConformance):
     @pytest.fixture
     def transport(self) -> TransportUnderTest:
-        options = {"stall_limit": 1.5, "buffer_bytes": 1 << 18, "num_buffers": 4, "direct_bytes": 1 << 16}
-        return TransportUnderTest("nccl_m2n", options=options, buffer_bytes=1 << 20)
+        options = {"buffer_bytes": 1 << 18, "num_buffers": 4, "direct_bytes": 1 << 16}
+        return TransportUnderTest("nccl_m2n", options=options, impatience={"stall_limit": 1.5}, buffer_bytes=1 << 20)

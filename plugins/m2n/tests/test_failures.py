@@ -56,7 +56,8 @@ def one(state: State, index: int, count: int, worker: int) -> Named:
 class Scene:
     """Three trainer ranks and three servers."""
 
-    def __init__(self, ranks: BorrowRanks) -> None:
+    def __init__(self, ranks: BorrowRanks, **options: Any) -> None:
+        self.options = options
         lent = ranks(2 * SIDE)
         self.trainers, self.workers = lent[:SIDE], lent[SIDE:]
         self.clients = [serve([rank], one, place) for place, rank in enumerate(self.workers)]
@@ -82,7 +83,7 @@ class Scene:
             METADATA,
             # A window is a small part of a parameter: who stands still holds up whoever sends to it.
             buffer_bytes=1 << 15,
-            peer_timeout=PEER_TIMEOUT,
+            **self.options,
             foreign=[meta.name for meta in METADATA],
         )
 
@@ -106,11 +107,11 @@ class Scene:
         """`lost` dies or stops at `point` of a round: every other rank names it in time."""
         lost.at(point, action)
         sending = self.fleet.start(2)
-        lost.reached(point, 20)
+        lost.reached(point)
         began = time.monotonic()
         for rank, call in zip(self.trainers, sending, strict=True):
             if rank is not lost:
-                error = call.exception(20)
+                error = call.exception()
                 assert isinstance(error, PeerLost), error
                 assert label in str(error), error
                 assert call.ended is not None
@@ -156,7 +157,7 @@ def test_a_worker_killed(ranks: BorrowRanks, worker: int, point: str) -> None:
 
 @pytest.mark.parametrize(("worker", "point"), [(1, FIRST), pytest.param(2, "worker.vote", marks=thorough)])
 def test_a_worker_stopped(ranks: BorrowRanks, worker: int, point: str) -> None:
-    scene = Scene(ranks).linked()
+    scene = Scene(ranks, peer_timeout=PEER_TIMEOUT).linked()
     lost = scene.workers[worker]
     scene.fail(lost, f"worker rank {worker}", point, "stop", STOP_NOTICED)
     scene.send_without(lost)
@@ -188,7 +189,7 @@ def test_a_trainer_rank_killed(ranks: BorrowRanks, trainer: int, point: str) -> 
     [(1, FIRST), pytest.param(0, FIRST, marks=thorough), pytest.param(2, "trainer.begin", marks=thorough)],
 )
 def test_a_trainer_rank_stopped(ranks: BorrowRanks, trainer: int, point: str) -> None:
-    scene = Scene(ranks).linked()
+    scene = Scene(ranks, peer_timeout=PEER_TIMEOUT).linked()
     lost = scene.trainers[trainer]
     scene.fail(lost, f"trainer rank {trainer}", point, "stop", STOP_NOTICED)
     lost.kill()
@@ -203,11 +204,11 @@ def test_a_rank_killed_while_it_connects(ranks: BorrowRanks, side: str) -> None:
     lost = (scene.workers if side == "worker" else scene.trainers)[1]
     lost.at("communicator.connected", "kill")
     scene.start_open(scene.trainers)
-    lost.reached("communicator.connected", 20)
+    lost.reached("communicator.connected")
     began = time.monotonic()
     for rank, call in zip(scene.trainers, scene.fleet.opening, strict=True):
         if rank is not lost:
-            error = call.exception(20)
+            error = call.exception()
             assert isinstance(error, PeerLost), error
             assert f"{side} rank 1" in str(error)
             assert call.ended is not None

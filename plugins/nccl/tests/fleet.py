@@ -97,7 +97,7 @@ def open_trainer(
     """Make a trainer engine in this rank; returns the names of its parameters."""
     trained = model(state, *arguments)
     source = OwnedSource(trained, rank, count) if owned else ModuleSource(trained)
-    info = {"peer_timeout": 3.0, "stall_limit": 2.0, "timeout": 30.0, **info}
+    info = {"timeout": 60.0, **info}
     if count > 1:
         info |= {"rank": rank, "num_trainer_ranks": count, "secret": SECRET, "master_port": port}
         info["listen_socket"] = state.get("held")

@@ -229,7 +229,7 @@ class Server:
     def _all(self, method: str, *args: Any) -> None:
         pending = [rank.start(worker_call, place, method, *args) for place, rank in enumerate(self._ranks)]
         for call in pending:
-            call.result(30)
+            call.result()
 
     def get_world_size(self, include_dp: bool = True) -> int:
         return len(self._ranks)

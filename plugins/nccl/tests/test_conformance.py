@@ -9,5 +9,5 @@ from weightwire.testing import TransportConformance, TransportUnderTest
 class TestNCCL(TransportConformance):
     @pytest.fixture
     def transport(self) -> TransportUnderTest:
-        options = {"stall_limit": 1.5, "packed_buffer_size_bytes": 1 << 18, "packed_num_buffers": 4}
-        return TransportUnderTest("nccl", options=options, buffer_bytes=1 << 20)
+        options = {"packed_buffer_size_bytes": 1 << 18, "packed_num_buffers": 4}
+        return TransportUnderTest("nccl", options=options, impatience={"stall_limit": 1.5}, buffer_bytes=1 << 20)

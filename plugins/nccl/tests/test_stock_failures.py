@@ -190,7 +190,7 @@ def rank_trainer(state: dict[str, Any], rank: int, folder: str, fail: str | None
 
 def run_both(ranks: BorrowRanks, folder: Any, *, fail: str | None = None, wrong: int | None = None) -> list[Any]:
     pending = [one.start(rank_trainer, place, str(folder), fail, wrong) for place, one in enumerate(ranks(2))]
-    return [one.result(30) for one in pending]
+    return [one.result() for one in pending]
 
 
 def test_other_trainer_ranks_gather_and_stay_out_of_the_communicator(ranks: BorrowRanks, tmp_path: Any) -> None:

@@ -83,17 +83,17 @@ def test_several_trainer_ranks(ranks: BorrowRanks, owned: bool) -> None:
         for place, rank in enumerate((first, second))
     ]
     for call in opening:
-        call.result(30)
+        call.result()
     for _ in range(2):
         sending = [rank.start(send, "x", step=True) for rank in (first, second)]
-        sent = [call.result(30) for call in sending]
+        sent = [call.result() for call in sending]
         for worker in workers:
             assert worker.call(model_checksums) == sent[0]["checksums"]
     senders = {rank["rank"]: rank["bytes"] for rank in sent[0]["report"]["ranks"]}
     assert (senders["trainer rank 1"] > 0) == owned
     assert sent[0]["report"]["revision"] == sent[1]["report"]["revision"]
     for rank in (first, second):
-        rank.start(close).result(10)
+        rank.start(close).result()
 
 
 def test_a_tensor_larger_than_every_buffer() -> None:

@@ -20,22 +20,24 @@ LINE = re.compile(
 
 
 def run(environment: dict[str, str], folder: Path, *options: str) -> list[tuple[str, ...]]:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), *options],
-        cwd=folder,
-        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **environment},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    matches = [LINE.fullmatch(line) for line in done.stdout.splitlines()]
-    assert all(matches), done.stdout
+    output = folder / "output"
+    with output.open("w") as file:
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLE), *options],
+            cwd=folder,
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **environment},
+            stdout=file,
+            timeout=300,
+        )
+    said = output.read_text()
+    assert done.returncode == 0, said
+    matches = [LINE.fullmatch(line) for line in said.splitlines()]
+    assert all(matches), said
     return [match.groups() for match in matches if match is not None]
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(330)
 def test_in_a_cluster_that_is_there(cluster: Cluster, tmp_path: Path) -> None:
     first, second = run(cluster.variables, tmp_path, "--trainers", "1", "--workers", "1", "--steps", "2")
     assert (first[0], first[3], second[0], second[3]) == ("1", "1", "2", "2")
@@ -43,7 +45,7 @@ def test_in_a_cluster_that_is_there(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(330)
 def test_in_a_cluster_of_its_own(tmp_path: Path) -> None:
     lines = run({"RAY_ADDRESS": ""}, tmp_path)
     assert [line[0] for line in lines] == ["1", "2", "3"]

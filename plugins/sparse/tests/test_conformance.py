@@ -9,8 +9,8 @@ from weightwire.testing import TransportConformance, TransportUnderTest
 class TestSparse(TransportConformance):
     @pytest.fixture
     def transport(self) -> TransportUnderTest:
-        options = {"stall_limit": 1.5, "packed_buffer_size_bytes": 1 << 18, "packed_num_buffers": 4}
-        return TransportUnderTest("sparse_nccl", options=options, buffer_bytes=1 << 20)
+        options = {"packed_buffer_size_bytes": 1 << 18, "packed_num_buffers": 4}
+        return TransportUnderTest("sparse_nccl", options=options, impatience={"stall_limit": 1.5}, buffer_bytes=1 << 20)
 
 
 @pytest.mark.thorough
@@ -19,5 +19,5 @@ class TestDeltas(TransportConformance):
 
     @pytest.fixture
     def transport(self) -> TransportUnderTest:
-        options = {"stall_limit": 1.5, "packed_buffer_size_bytes": 1 << 18, "dense_above": 9.0, "verify_every": 1}
-        return TransportUnderTest("sparse_nccl", options=options, buffer_bytes=1 << 20)
+        options = {"packed_buffer_size_bytes": 1 << 18, "dense_above": 9.0, "verify_every": 1}
+        return TransportUnderTest("sparse_nccl", options=options, impatience={"stall_limit": 1.5}, buffer_bytes=1 << 20)

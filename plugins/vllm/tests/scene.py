@@ -214,13 +214,9 @@ def token_ids(answer: httpx.Response) -> tuple[int, ...]:
 
 
 def trainer_for(client: Any, weights: nn.Module | WeightSource, backend: str, **info: Any) -> Any:
-    """A trainer engine; silent and stuck peers are noticed soon."""
+    """A trainer engine."""
     source = ModuleSource(weights) if isinstance(weights, nn.Module) else weights
-    options: dict[str, Any] = {"peer_timeout": 3.0, "timeout": 60.0, **info}
-    info_class = engine_class("trainer", backend).init_info_cls
-    if "stall_limit" in info_class.__dataclass_fields__:
-        options = {"stall_limit": 2.0, **options}
-    init_info = info_class(**options)
+    init_info = engine_class("trainer", backend).init_info_cls(**{"timeout": 60.0, **info})
     return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
 
 

@@ -71,7 +71,7 @@ def test_torn_weights_are_refused_until_a_full_update(
     trainer.call(open_trainer, in_place.url, models.new.weights, backend, takeover=True)
     trainer.at("trainer.sent", "kill")
     trainer.start(send, "lost", pause="keep")
-    trainer.reached("trainer.sent", 30)
+    trainer.reached("trainer.sent")
     # Until it notices, the update that is open refuses.
     assert in_place.complete().status_code == 500
     until = time.monotonic() + 30

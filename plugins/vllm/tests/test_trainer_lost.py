@@ -25,10 +25,12 @@ POINTS = {
 def lose_trainer(ranks: BorrowRanks, server: Server, models: Models, backend: str, point: str, action: Any) -> None:
     """Kill or stop a trainer at `point`, and see that the server goes on as before."""
     (trainer,) = ranks(1)
-    trainer.call(open_trainer, server.url, models.new.weights, backend)
+    # One that has stopped is noticed by its silence.
+    impatient = {"peer_timeout": 3.0} if action == "stop" else {}
+    trainer.call(open_trainer, server.url, models.new.weights, backend, **impatient)
     trainer.at(point, action)
     trainer.start(send, "lost", pause="wait")
-    trainer.reached(point, 30)
+    trainer.reached(point)
     # It is asked again and again: it may be waiting inside the update that its trainer has left.
     until = time.monotonic() + 30
     while any(worker["update"] != "none" for worker in server.workers()):

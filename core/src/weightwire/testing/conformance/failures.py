@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from weightwire.errors import PeerLost
 from weightwire.testing.conformance.check import Check
 from weightwire.testing.conformance.judging import Nonconforming
 from weightwire.testing.conformance.payloads import blocks
-from weightwire.testing.conformance.ranks import PEER_TIMEOUT, defers, heard
+from weightwire.testing.conformance.ranks import defers, heard
 from weightwire.testing.conformance.source import FIRST_TENSOR, HALF_SENT
-from weightwire.testing.conformance.stage import SECONDS, Scene, Stage, nonconforming, require_words
+from weightwire.testing.conformance.stage import PEER_TIMEOUT, SECONDS, Scene, Stage, nonconforming, require_words
 from weightwire.testing.pool_process import Rank
 
 NOTICED = 2.0
@@ -25,9 +25,9 @@ STOP_NOTICED = PEER_TIMEOUT + NOTICED
 _SLOW = 0.5
 
 
-def two_servers(stage: Stage) -> Scene:
-    """A trainer and two servers, with one round behind them."""
-    scene = stage.scene(blocks(), servers=(1, 1))
+def two_servers(stage: Stage, **fields: Any) -> Scene:
+    """A trainer and two servers, with one round behind them; `fields` go into the init info."""
+    scene = stage.scene(blocks(), servers=(1, 1), **fields)
     scene.push(1)
     return scene
 
@@ -51,7 +51,7 @@ def _worker_killed(stage: Stage, point: str) -> None:
 
 
 def _worker_stopped(stage: Stage, point: str) -> None:
-    scene = two_servers(stage)
+    scene = two_servers(stage, **stage.impatience())
     healthy, stopped = scene.workers
     stopped.at(point, "stop")
     (sending,) = scene.send(2)
@@ -103,7 +103,7 @@ def _trainer_killed(stage: Stage, point: str) -> None:
 
 
 def _trainer_stopped(stage: Stage, point: str) -> None:
-    scene = two_servers(stage)
+    scene = two_servers(stage, **stage.impatience())
     (stopped,) = scene.trainers
     stopped.at(point, "stop")
     scene.send(2)

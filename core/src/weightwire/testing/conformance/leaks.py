@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -138,7 +139,7 @@ def _nothing_left_of_the_killed(stage: Stage) -> None:
     scene = stage.scene(blocks(), servers=(1, 1))
     pids = [str(rank.pid) for rank in (*scene.trainers, *scene.workers)]
     # These ranks have served other checks, and what they left then is theirs too.
-    named = {name for name in named if not any(pid in name for pid in pids)}
+    named = {name for name in named if not set(re.split("[^0-9A-Za-z]", name)) & set(pids)}
     scene.push(1)
     (trainer,), worker = scene.trainers, scene.workers[1]
     trainer.at(HALF_SENT, "hold")

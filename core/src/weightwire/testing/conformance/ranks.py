@@ -24,7 +24,6 @@ from weightwire.worker import Worker
 State = dict[str, Any]
 
 SECRET = "5a" * 16
-PEER_TIMEOUT = 3.0
 """Seconds of silence after which a stopped rank is missed, in every check."""
 _LATE_SECONDS = 1.0
 
@@ -110,7 +109,7 @@ def open_trainer(state: State, opening: Opening, client: Any, version: int, rank
         place=opening.subject.place,
         placed=state.setdefault("placed", {}),
     )
-    fields: dict[str, Any] = {"timeout": 20.0, "peer_timeout": PEER_TIMEOUT, **opening.fields}
+    fields: dict[str, Any] = {"timeout": 60.0, **opening.fields}
     if opening.count > 1:
         fields |= {"rank": rank, "num_trainer_ranks": opening.count, "secret": SECRET, "master_port": port}
         fields["listen_socket"] = state.pop("socket", None)

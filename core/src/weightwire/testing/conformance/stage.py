@@ -18,8 +18,11 @@ from weightwire.testing.pool_call import PendingCall, RankDied
 from weightwire.testing.pool_process import Rank
 from weightwire.testing.workers import RankClient
 
-SECONDS = 30.0
+SECONDS = 90.0
 """How long anything may take before it counts as hanging."""
+
+PEER_TIMEOUT = 3.0
+"""Seconds of silence after which a rank counts as stopped, in checks of ranks that do."""
 
 
 @contextlib.contextmanager
@@ -50,6 +53,10 @@ class Stage:
     def scene(self, payload: Payload, **options: Any) -> Scene:
         """Trainer ranks and servers with an open link; see `Scene`."""
         return Scene(self, payload, **options)
+
+    def impatience(self) -> dict[str, Any]:
+        """Fields of the init info with which a rank that stops is missed after `PEER_TIMEOUT`."""
+        return {"peer_timeout": PEER_TIMEOUT, **self.subject.impatience}
 
 
 class Scene:

@@ -33,6 +33,8 @@ class TransportUnderTest:
     Attributes:
         backend: The name it is asked for by.
         options: Keywords of the trainer's init info, on every trainer rank: small buffers, a directory.
+        impatience: Further keywords in checks of ranks that stop, so that three seconds of silence are enough. All
+            other checks leave a transport its own patience, since on a busy machine a rank may well be late.
         init_info: The init info's class; None takes the one that the trainer engine names.
         buffer_bytes: What the transport's buffers hold in all under `options`; a tensor larger than that is sent.
         register: For a transport that is not installed: a module-level function, called in each process, that
@@ -48,6 +50,7 @@ class TransportUnderTest:
 
     backend: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    impatience: Mapping[str, Any] = field(default_factory=dict)
     init_info: type[TrainerInitInfo] | None = None
     buffer_bytes: int = 4 << 20
     register: Callable[[], None] | None = None
