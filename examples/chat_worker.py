@@ -1,7 +1,7 @@
 """A chat server of your own whose weights a trainer can replace while it answers.
 
     python examples/chat_worker.py --port 8000
-    curl localhost:8000/generate -d '{"prompt": "What is the capital of France?"}'
+    curl localhost:8000/generate -d '{"prompt": "What is the capital of Japan?"}'
     curl localhost:8000/weight_info
 
 It is an ordinary Starlette app. Three lines make it a weightwire worker, each marked below: a `Worker` around the

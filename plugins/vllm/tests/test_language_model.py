@@ -17,9 +17,11 @@ from plugins.vllm.tests.conftest import Connect, Lineup
 pytestmark = pytest.mark.vllm
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-QUESTION = "What is the capital of France?"
+# Each word of the answer is far ahead of any other. Of many a question that is not so, and then it is up to the rounding
+# of a processor's kernels.
+QUESTION = "What is the capital of Japan?"
 RANDOM_WEIGHTS = ("--load-format", "dummy", "--dtype", "bfloat16")
-RIGHT_ANSWER = "The capital of France is Paris."
+RIGHT_ANSWER = "The capital of Japan is Tokyo."
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def package() -> Path:
 
 def test_noise_and_the_right_answer(lineup: Lineup, folder: Path, real: Any, connect: Connect) -> None:
     server = lineup.get(folder, *RANDOM_WEIGHTS)
-    assert "Paris" not in server.chat(QUESTION)
+    assert "Tokyo" not in server.chat(QUESTION)
     noise = copy.deepcopy(real)
     with torch.no_grad():
         for parameter in noise.parameters():
@@ -62,7 +64,7 @@ def test_noise_and_the_right_answer(lineup: Lineup, folder: Path, real: Any, con
     connect(server.client, real, "nccl").send_weights(weight_version="real")
     assert server.chat(QUESTION) == RIGHT_ANSWER
     connect(server.client, noise, "nccl", takeover=True).send_weights(weight_version="noise")
-    assert "Paris" not in server.chat(QUESTION)
+    assert "Tokyo" not in server.chat(QUESTION)
     connect(server.client, real, "ipc", takeover=True).send_weights(weight_version="real again")
     assert server.chat(QUESTION) == RIGHT_ANSWER
     assert server.label() == "real again"
