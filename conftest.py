@@ -30,12 +30,17 @@ def _share(text: str) -> tuple[int, int]:
     return share, shares
 
 
+def _together(item: pytest.Item) -> str:
+    """What tests have in common that fall to the same share; those of vLLM's that are in one file share servers."""
+    return item.path.name if item.get_closest_marker("vllm") else item.nodeid
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if (chosen := config.getoption("--share")) is not None:
         share, shares = chosen
-        mine = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == share - 1]
-        config.hook.pytest_deselected(items=[item for item in items if item not in mine])
-        items[:] = mine
+        falls = {item: zlib.crc32(_together(item).encode()) % shares == share - 1 for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if not falls[item]])
+        items[:] = [item for item in items if falls[item]]
     if not config.getoption("--thorough"):
         for item in items:
             if item.get_closest_marker("thorough"):

@@ -11,7 +11,7 @@ from weightwire.testing.pool_wire import Failure, Reply, load
 
 T = TypeVar("T")
 
-CALL_SECONDS = 60.0
+CALL_SECONDS = 90.0
 """How long `Rank.call` and `PendingCall.result` wait unless told otherwise, in seconds."""
 
 

@@ -21,6 +21,8 @@ print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
 _LEAVE_SECONDS = 30.0
+_TRIES = 3
+"""Ray gives a node half a minute to start, which is not always enough on a busy machine."""
 
 
 class LocalCluster:
@@ -43,6 +45,13 @@ class LocalCluster:
         self.variables: dict[str, str] = {}
 
     def __enter__(self) -> Self:
+        for _ in range(_TRIES):
+            if self._start():
+                return self
+            self.__exit__(None, None, None)
+        raise TransportUnavailable("the head of a local Ray cluster did not start; its words are above")
+
+    def _start(self) -> bool:
         # Ray's sockets have long names, and the path to a socket may not have more than 107 bytes.
         self._directory = tempfile.TemporaryDirectory(prefix="rdt-", dir="/tmp", ignore_cleanup_errors=True)
         access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -61,11 +70,8 @@ class LocalCluster:
         )
         assert self._head.stdout is not None
         address = self._head.stdout.readline().strip()
-        if not address:
-            self.__exit__(None, None, None)
-            raise TransportUnavailable("the head of a local Ray cluster did not start; its words are above")
-        self.variables = {"RAY_ADDRESS": address, **access}
-        return self
+        self.variables = {"RAY_ADDRESS": address, **access} if address else {}
+        return bool(address)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
