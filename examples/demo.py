@@ -40,7 +40,7 @@ from weightwire.report import ProgressEvent
 from weightwire_nccl import NCCLTrainerInitInfo
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Each word of the answer is far ahead of any other, so that rounding, which differs with the processor, changes nothing.
+# Each word of the answer is far ahead of any other: how a processor rounds changes nothing.
 QUESTION = "What is the capital of Japan?"
 RIGHT_ANSWER = "The capital of Japan is Tokyo."
 START_SECONDS = 240.0

@@ -17,8 +17,7 @@ from plugins.vllm.tests.conftest import Connect, Lineup
 pytestmark = pytest.mark.vllm
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Each word of the answer is far ahead of any other. Of many a question that is not so, and then it is up to the rounding
-# of a processor's kernels.
+# Each word of the answer is far ahead of any other. Where that is not so, it is up to how a processor's kernels round.
 QUESTION = "What is the capital of Japan?"
 RANDOM_WEIGHTS = ("--load-format", "dummy", "--dtype", "bfloat16")
 RIGHT_ANSWER = "The capital of Japan is Tokyo."
