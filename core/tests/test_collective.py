@@ -90,7 +90,7 @@ def test_a_rank_that_comes_late_costs_nobody_the_link(
     lent = first, second, late = strict_ranks(3)
     for rank in lent:
         rank.call(have_gloo_wait, GLOO_SECONDS)
-    options = {"collective": collective, "senders": [0]}
+    options: State = {"collective": collective, "senders": [0]}
     calls = [
         rank.start(connect, number, 3, str(tmp_path / "store"), **options)
         for number, rank in enumerate((first, second))
