@@ -14,6 +14,7 @@ WRONG_ADDRESS: Final = "check master_address and master_port"
 
 _QUEUE: Final = 1024
 _POLL_SECONDS: Final = 0.01
+_AGAIN_SECONDS: Final = 0.05
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -31,14 +32,30 @@ def listen(address: str, port: int) -> socket.socket:
         raise kind(f"cannot listen on {address}:{port}: {error}") from error
 
 
-def connect(address: str, port: int, deadline: Deadline) -> socket.socket:
+def connect(address: str, port: int, deadline: Deadline, *, waits: bool = False) -> socket.socket:
     """A connected socket, to the first of the addresses that the name stands for and that answers.
+
+    Args:
+        address: A name or a number.
+        port: The port there.
+        deadline: Of the public call.
+        waits: Try until the deadline where nobody listens.
 
     Raises:
         MessageError: `address` is no address.
         PeerLost: Nobody listens there.
         DeadlineExceeded: The deadline passed.
     """
+    while True:
+        try:
+            return _connect(address, port, deadline)
+        except PeerLost:
+            if not waits or deadline.remaining() < _AGAIN_SECONDS:
+                raise
+        deadline.sleep(_AGAIN_SECONDS)
+
+
+def _connect(address: str, port: int, deadline: Deadline) -> socket.socket:
     where = f"{address}:{port}"
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)

@@ -72,7 +72,8 @@ class Hub:
         peer_timeout: Seconds of silence after which a member counts as stalled; told to each.
 
     Attributes:
-        absent: Member ranks that have not joined. Replaced, never changed, so that any thread may read it.
+        absent: Member ranks that have neither joined nor been told that it is too late. Replaced, never changed, so that
+            any thread may read it.
         failure: Why the epoch failed.
     """
 
@@ -98,6 +99,7 @@ class Hub:
             WeightwireError: The epoch has failed, for this reason.
         """
         if self.failure is not None:
+            self.absent = tuple(other for other in self.absent if other != rank)
             raise self.failure
         if rank not in self._world:
             workers = len(self._world) - self._trainers

@@ -9,14 +9,14 @@ from typing import Any
 
 from weightwire.clients.protocol import ControlPlane
 from weightwire.deadline import Deadline
-from weightwire.errors import DeadlineExceeded, MetadataError, PeerLost, WeightwireError, describe
+from weightwire.errors import MetadataError, describe
 from weightwire.fleet import Fleet, listening_socket, shared_secret, trainer_count, worker_count
 from weightwire.messages import TrainerInitInfo
 from weightwire.rendezvous import Rendezvous
 from weightwire.source import WeightSource
 
 _RETRY_SECONDS = 0.05
-_TELL_SECONDS = 1.0
+_TELL_SECONDS = 5.0
 
 
 class Membership:
@@ -54,6 +54,7 @@ class Membership:
                 "the default process group's ranks must be the trainer ranks"
             )
         self._listener: socket.socket | None = None
+        self._refusing: Rendezvous | None = None
         if info.rank == 0:
             self._listener = listening_socket(info, trainers=self.trainers)
 
@@ -84,12 +85,24 @@ class Membership:
         self.epoch += 1
         info = self._info
         if info.rank != 0:
-            rendezvous = self._join_rank_zero(deadline)
+            rendezvous = Rendezvous.join(
+                address=info.master_address,
+                port=info.master_port,
+                rank=info.rank,
+                secret=self.secret,
+                epoch=self.epoch,
+                deadline=deadline,
+                host_comes=True,
+            )
             return rendezvous, Fleet(self.trainers, self.senders, rendezvous.workers)
+        self._refuse_no_more()
         try:
             workers = worker_count(info, len(self.senders), control.world_size())
         except Exception as error:
-            self._tell_trainers(describe(error))
+            # There will be no link; the other ranks, which wait for it, have to hear that.
+            rendezvous = self._host(0)
+            rendezvous.fail(describe(error))
+            self.leave(rendezvous)
             raise
         return self._host(workers), Fleet(self.trainers, self.senders, workers)
 
@@ -105,38 +118,24 @@ class Membership:
             peer_timeout=self._info.peer_timeout,
         )
 
-    def _tell_trainers(self, error: WeightwireError) -> None:
-        """There will be no link: have the other ranks, which wait for it, raise this, too."""
-        if self.trainers == 1:
-            return
-        rendezvous = self._host(0)
-        until = time.monotonic() + _TELL_SECONDS
-        while rendezvous.missing() and time.monotonic() < until:
-            time.sleep(_RETRY_SECONDS)
-        rendezvous.fail(error)
-        rendezvous.close()
+    def leave(self, rendezvous: Rendezvous) -> None:
+        """Leave a link; a rank that comes too late for one that failed is told why, until the next link or `close`."""
+        if rendezvous.lacks_trainers and rendezvous.failure is not None:
+            self._refusing = rendezvous
+        else:
+            rendezvous.close()
 
-    def _join_rank_zero(self, deadline: Deadline) -> Rendezvous:
-        """Join the link that rank 0 hosts, or will host: trainer ranks come up in any order."""
-        info = self._info
-        while True:
-            try:
-                return Rendezvous.join(
-                    address=info.master_address,
-                    port=info.master_port,
-                    rank=info.rank,
-                    secret=self.secret,
-                    epoch=self.epoch,
-                    deadline=deadline,
-                )
-            except PeerLost as lost:
-                try:
-                    deadline.sleep(_RETRY_SECONDS)
-                except DeadlineExceeded:
-                    raise lost from None
+    def _refuse_no_more(self) -> None:
+        if self._refusing is not None:
+            self._refusing.close()
+            self._refusing = None
 
     def close(self) -> None:
-        """Give up the socket; idempotent."""
+        """Give up the socket; idempotent. Ranks that have yet to hear of a failure get a moment to come."""
+        until = time.monotonic() + _TELL_SECONDS
+        while self._refusing is not None and self._refusing.lacks_trainers and time.monotonic() < until:
+            time.sleep(_RETRY_SECONDS)
+        self._refuse_no_more()
         if self._listener is not None:
             self._listener.close()
             self._listener = None

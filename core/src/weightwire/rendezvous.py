@@ -95,6 +95,7 @@ class Rendezvous:
         self._host_pid = 0
         self._peer_timeout = 0.0
         self._tries = 0.0
+        self._patience = 0.0
         self._stores: list[RendezvousStore] = []
         self._loop = Loop(f"weightwire-rendezvous-{rank}", broken=self._broken)
         self._hub: Hub | None = None
@@ -159,6 +160,7 @@ class Rendezvous:
         epoch: int,
         deadline: Deadline,
         pid: int | None = None,
+        host_comes: bool = False,
     ) -> Rendezvous:
         """Join the epoch that trainer rank 0 hosts; waits for it while the one before is still coming down.
 
@@ -170,6 +172,7 @@ class Rendezvous:
             epoch: Number of the epoch.
             deadline: Of the public call.
             pid: Process id to report; this process's if None.
+            host_comes: Wait for a host until the deadline, where nobody listens or nobody lets this member in.
 
         Raises:
             Unauthorized: The secret is another.
@@ -181,14 +184,16 @@ class Rendezvous:
         hello = {"hello": secret.hex(), "rank": rank, "pid": pid or os.getpid(), "epoch": epoch}
         data = encode({"type": "hello", **hello, "protocol": PROTOCOL})
         for attempt in count(1):
-            sock = connect(address, port, deadline)
+            sock = connect(address, port, deadline, waits=host_comes)
             self = cls(rank=rank, address=address, port=port, local_address=sock.getsockname()[0])
+            self._patience = math.inf if host_comes else _TRIES
             try:
                 self._greet(sock, data, deadline)
                 break
-            except BaseException:
+            except BaseException as error:
                 self.close()
-                if attempt >= self._tries:
+                over = isinstance(error, PeerLost) and deadline.remaining() < _AGAIN_SECONDS
+                if over or attempt >= self._tries:
                     raise
                 deadline.sleep(_AGAIN_SECONDS)
         return self
@@ -221,6 +226,11 @@ class Rendezvous:
         """Labels of the members that have not joined yet; only the host knows."""
         assert self._hub is not None, "only the host knows who has not joined"
         return [self.label(rank) for rank in self._hub.absent]
+
+    @property
+    def lacks_trainers(self) -> bool:
+        """Whether trainer ranks have not joined yet; only the host knows."""
+        return self._hub is not None and any(rank < self.trainers for rank in self._hub.absent)
 
     def exchange(
         self,
@@ -382,7 +392,7 @@ class Rendezvous:
             error = PeerLost(f"{self._host()} was lost during {self._phase}: {why}")
         else:
             # A listener that changes hands between two epochs drops whoever came too early.
-            self._tries = _TRIES if self._mailbox.failure is None else self._tries
+            self._tries = self._patience if self._mailbox.failure is None else self._tries
             error = PeerLost(f"{self.address}:{self.port} did not let this member in: {why}; {WRONG_ADDRESS}")
         if not self._mailbox.left:
             self._mailbox.die(error, rank=0)

@@ -276,7 +276,7 @@ class TrainerLink(ABC, Generic[TTrainerInitInfo]):
             rendezvous.fail(describe(error, transport=self.backend, rank=rendezvous.label()))
         self.disconnect(error=error)
         if rendezvous is not None:
-            rendezvous.close()
+            self._members.leave(rendezvous)
 
     def shutdown(self) -> None:
         """Leave the workers, who go on serving what they have; idempotent."""
