@@ -72,8 +72,8 @@ class Hub:
         peer_timeout: Seconds of silence after which a member counts as stalled; told to each.
 
     Attributes:
-        absent: Member ranks that have neither joined nor been told that it is too late. Replaced, never changed, so that
-            any thread may read it.
+        absent: Member ranks that have neither joined nor been told that it is too late. Replaced, never changed, so
+            that any thread may read it.
         failure: Why the epoch failed.
     """
 
