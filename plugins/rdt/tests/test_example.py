@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from plugins.rdt.tests.cluster import Cluster
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "ray_pull.py"
+SECONDS = 300
 LINE = re.compile(
     r"step (\d)  loss (\d\.\d+)  \d+ parameters, (\d+) bytes pulled over nixl in .* s  "
     r"workers on step-(\d), bit for bit"
@@ -21,16 +23,17 @@ LINE = re.compile(
 
 def run(environment: dict[str, str], folder: Path, *options: str) -> list[tuple[str, ...]]:
     output = folder / "output"
-    with output.open("w") as file:
-        done = subprocess.run(
-            [sys.executable, str(EXAMPLE), *options],
-            cwd=folder,
-            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **environment},
-            stdout=file,
-            timeout=300,
-        )
+    variables = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONFAULTHANDLER": "1", **environment}
+    with (
+        output.open("w") as file,
+        subprocess.Popen([sys.executable, str(EXAMPLE), *options], cwd=folder, env=variables, stdout=file) as process,
+    ):
+        try:
+            process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # it says where it is
     said = output.read_text()
-    assert done.returncode == 0, said
+    assert process.returncode == 0, said
     matches = [LINE.fullmatch(line) for line in said.splitlines()]
     assert all(matches), said
     return [match.groups() for match in matches if match is not None]
