@@ -23,7 +23,9 @@ LINE = re.compile(
 
 def run(environment: dict[str, str], folder: Path, *options: str) -> list[tuple[str, ...]]:
     output = folder / "output"
-    variables = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONFAULTHANDLER": "1", **environment}
+    # By default what Ray starts yields to every other process: beside other tests it would hardly run.
+    variables = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", **environment}
+    variables["PYTHONFAULTHANDLER"] = "1"
     with (
         output.open("w") as file,
         subprocess.Popen([sys.executable, str(EXAMPLE), *options], cwd=folder, env=variables, stdout=file) as process,
