@@ -24,7 +24,6 @@ from weightwire.worker import Worker
 State = dict[str, Any]
 
 SECRET = "5a" * 16
-"""Seconds of silence after which a stopped rank is missed, in every check."""
 _LATE_SECONDS = 1.0
 
 
