@@ -79,7 +79,7 @@ def test_who_comes_too_late_for_a_link_that_failed_is_told_why() -> None:
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(join, second, None)
         link = join(first, There())
-        assert (joining.result().workers, link.lacks_trainers) == (1, False)
+        assert (joining.result().workers, link.absent) == (1, (2,))
         for one in (link, joining.result()):
             one.close()
     for members in (first, second):

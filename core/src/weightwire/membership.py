@@ -120,10 +120,13 @@ class Membership:
 
     def leave(self, rendezvous: Rendezvous) -> None:
         """Leave a link; a rank that comes too late for one that failed is told why, until the next link or `close`."""
-        if rendezvous.lacks_trainers and rendezvous.failure is not None:
+        if self._lacks_trainers(rendezvous) and rendezvous.failure is not None:
             self._refusing = rendezvous
         else:
             rendezvous.close()
+
+    def _lacks_trainers(self, rendezvous: Rendezvous) -> bool:
+        return any(rank < self.trainers for rank in rendezvous.absent)
 
     def _refuse_no_more(self) -> None:
         if self._refusing is not None:
@@ -133,7 +136,7 @@ class Membership:
     def close(self) -> None:
         """Give up the socket; idempotent. Ranks that have yet to hear of a failure get a moment to come."""
         until = time.monotonic() + _TELL_SECONDS
-        while self._refusing is not None and self._refusing.lacks_trainers and time.monotonic() < until:
+        while self._refusing is not None and self._lacks_trainers(self._refusing) and time.monotonic() < until:
             time.sleep(_RETRY_SECONDS)
         self._refuse_no_more()
         if self._listener is not None:

@@ -222,15 +222,10 @@ class Rendezvous:
         """`"trainer rank 0"` or `"worker rank 1"`, for a member rank; this member's own if None."""
         return member_label(self.rank if rank is None else rank, self.trainers)
 
-    def missing(self) -> list[str]:
-        """Labels of the members that have not joined yet; only the host knows."""
-        assert self._hub is not None, "only the host knows who has not joined"
-        return [self.label(rank) for rank in self._hub.absent]
-
     @property
-    def lacks_trainers(self) -> bool:
-        """Whether trainer ranks have not joined yet; only the host knows."""
-        return self._hub is not None and any(rank < self.trainers for rank in self._hub.absent)
+    def absent(self) -> tuple[int, ...]:
+        """Member ranks that have neither joined nor been told that it is too late; only the host knows."""
+        return () if self._hub is None else self._hub.absent
 
     def exchange(
         self,
