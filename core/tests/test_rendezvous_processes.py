@@ -66,6 +66,20 @@ def world(ranks: BorrowRanks, count: int, peer_timeout: float = 10.0) -> list[Ra
     return members
 
 
+def phase(state: State) -> str:
+    return str(state["member"]._phase)
+
+
+def waits(member: Rank, name: str) -> PendingCall[bool]:
+    """Have a member exchange; returns when it does."""
+    pending = member.start(exchange, name)
+    until = time.monotonic() + LIMIT
+    while member.call(phase) != name:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return pending
+
+
 def assert_told(waiting: list[PendingCall[Any]], kind: type[WeightwireError], match: str, within: float) -> None:
     began = time.monotonic()
     for pending in waiting:
@@ -77,7 +91,7 @@ def assert_told(waiting: list[PendingCall[Any]], kind: type[WeightwireError], ma
 def test_a_killed_worker_is_named_to_all_that_wait_and_to_all_that_are_busy(strict_ranks: BorrowRanks) -> None:
     members = world(strict_ranks, 4)
     busy = [members[number].start(watch) for number in (0, 1, 2)]
-    waiting = [members[number].start(exchange, "vote-1") for number in (0, 1, 2)]
+    waiting = [waits(members[number], "vote-1") for number in (0, 1, 2)]
     dead = members[3].pid
     members[3].kill()
     match = rf"worker rank 2 \(pid {dead}\) was lost during hello: its connection "
@@ -90,7 +104,7 @@ def test_a_killed_worker_is_named_to_all_that_wait_and_to_all_that_are_busy(stri
 
 def test_a_killed_host_is_named_by_every_member(strict_ranks: BorrowRanks) -> None:
     members = world(strict_ranks, 3)
-    waiting = [members[number].start(exchange, "vote-1") for number in (1, 2)]
+    waiting = [waits(members[number], "vote-1") for number in (1, 2)]
     dead = members[0].pid
     members[0].kill()
     assert_told(waiting, PeerLost, rf"trainer rank 0 \(pid {dead}\) was lost during vote-1: its connection ", PROMPT)
@@ -98,7 +112,7 @@ def test_a_killed_host_is_named_by_every_member(strict_ranks: BorrowRanks) -> No
 
 def test_a_stopped_worker_is_named_and_learns_it_when_it_goes_on(strict_ranks: BorrowRanks) -> None:
     members = world(strict_ranks, 3, peer_timeout=1.0)
-    waiting = [members[number].start(exchange, "vote-1") for number in (0, 1)]
+    waiting = [waits(members[number], "vote-1") for number in (0, 1)]
     members[2].stop()
     match = rf"worker rank 1 \(pid {members[2].pid}\) has said nothing for 1 s, during hello: it is stopped"
     assert_told(waiting, PeerStalled, match, 1.0 + PROMPT)
@@ -109,7 +123,7 @@ def test_a_stopped_worker_is_named_and_learns_it_when_it_goes_on(strict_ranks: B
 
 def test_a_stopped_host_is_named_and_blames_nobody_when_it_goes_on(strict_ranks: BorrowRanks) -> None:
     members = world(strict_ranks, 3, peer_timeout=1.0)
-    waiting = [members[number].start(exchange, "vote-1") for number in (1, 2)]
+    waiting = [waits(members[number], "vote-1") for number in (1, 2)]
     members[0].stop()
     match = rf"trainer rank 0 \(pid {members[0].pid}\) has said nothing for 1 s, during vote-1: it is stopped"
     assert_told(waiting, PeerStalled, match, 1.0 + PROMPT)
@@ -144,7 +158,7 @@ def test_a_rank_that_never_comes_is_named(strict_ranks: BorrowRanks) -> None:
     (first,) = strict_ranks(1)
     member = open_epoch(workers=2)
     first.call(enter, member.port, 1)
-    waiting = first.start(exchange, "hello")
+    waiting = waits(first, "hello")
     with pytest.raises(DeadlineExceeded, match="worker rank 1 has not joined"):
         member.exchange("hello", deadline=Deadline(0.5))
     assert_told([waiting], DeadlineExceeded, "worker rank 1 has not joined", PROMPT)
