@@ -29,7 +29,7 @@ class Reader:
 
     def end(self) -> None:
         self.leave.set()
-        self.done.result()
+        self.done.result(20)
 
 
 def reader_inside(gate: Gate) -> Reader:
@@ -71,8 +71,8 @@ def test_a_writer_waits_for_readers_and_new_readers_for_the_writer() -> None:
     assert inside.wait(20)
     assert pending(late)
     leave.set()
-    writer.result()
-    assert late.result() == "read"
+    writer.result(20)
+    assert late.result(20) == "read"
 
 
 def test_a_writer_gives_up_at_its_deadline_and_the_gate_opens() -> None:
@@ -92,7 +92,7 @@ def test_a_cancelled_writer_raises_the_reason_and_the_gate_opens() -> None:
     assert pending(writer)
     deadline.cancel(RuntimeError("aborted"))
     with pytest.raises(RuntimeError, match="aborted"):
-        writer.result()
+        writer.result(20)
     assert read_once(gate) == "read"
     reader.end()
 
@@ -105,7 +105,7 @@ def test_writers_take_turns() -> None:
     second = started(lambda: gate.close(Deadline(20)))
     assert pending(second)
     gate.open()
-    second.result()
+    second.result(20)
     gate.open()
     assert read_once(gate) == "read"
 
@@ -118,7 +118,7 @@ def test_a_hold_is_taken_again_although_a_writer_waits() -> None:
         with gate.reading(), gate.reading():
             assert gate.readers == 1
         assert pending(writer)
-    writer.result()
+    writer.result(20)
     gate.open()
 
 
@@ -128,9 +128,9 @@ def test_a_hold_goes_with_its_context_into_other_threads() -> None:
         writer = started(lambda: gate.close(Deadline(20)))
         assert pending(writer)
         context = contextvars.copy_context()
-        assert started(lambda: context.run(read_once, gate)).result() == "read"
+        assert started(lambda: context.run(read_once, gate)).result(20) == "read"
         assert pending(started(lambda: read_once(gate))), "a thread without the context is another reader"
-    writer.result()
+    writer.result(20)
     gate.open()
 
 
@@ -142,7 +142,7 @@ def test_a_copied_context_does_not_hold_after_its_origin_has_left() -> None:
     reader = started(lambda: context.run(read_once, gate))
     assert pending(reader)
     gate.open()
-    assert reader.result() == "read"
+    assert reader.result(20) == "read"
 
 
 def test_a_copied_context_prolongs_the_hold_of_its_origin() -> None:
@@ -161,8 +161,8 @@ def test_a_copied_context_prolongs_the_hold_of_its_origin() -> None:
     writer = started(lambda: gate.close(Deadline(20)))
     assert pending(writer)
     leave.set()
-    child.result()
-    writer.result()
+    child.result(20)
+    writer.result(20)
     gate.open()
 
 
@@ -187,7 +187,7 @@ def test_two_gates_are_independent() -> None:
     one, other = Gate(), Gate()
     with one.reading(), other.exclusive(Deadline(20)):
         assert pending(started(lambda: read_once(other)))
-        assert started(lambda: read_once(one)).result() == "read"
+        assert started(lambda: read_once(one)).result(20) == "read"
 
 
 def test_keep_makes_new_readers_wait() -> None:
@@ -196,13 +196,13 @@ def test_keep_makes_new_readers_wait() -> None:
     pause = started(lambda: gate.pause("keep"))
     assert pending(pause)
     reader.end()
-    pause.result()
+    pause.result(20)
     assert not reader.cancelled
     assert (gate.paused, gate.mode) == (True, "keep")
     late = started(lambda: read_once(gate))
     assert pending(late)
     gate.resume()
-    assert late.result() == "read"
+    assert late.result(20) == "read"
 
 
 @pytest.mark.parametrize(("mode", "cancels"), [("wait", False), ("abort", True)])
@@ -214,7 +214,7 @@ def test_wait_and_abort_refuse_new_readers(mode: PauseMode, cancels: bool) -> No
     with pytest.raises(Paused, match=mode):
         read_once(gate)
     reader.end()
-    pause.result()
+    pause.result(20)
     assert reader.cancelled is cancels
     with gate.reading(ignore_pause=True) as hold:
         assert not hold.cancelled
@@ -229,7 +229,7 @@ def test_a_second_pause_changes_the_mode_for_those_who_wait() -> None:
     assert pending(late)
     gate.pause("wait")
     with pytest.raises(Paused):
-        late.result()
+        late.result(20)
 
 
 def test_a_pause_gives_up_and_stays() -> None:
@@ -261,7 +261,7 @@ def test_a_block_refuses_all_new_readers_and_those_who_wait() -> None:
     assert pending(waiting)
     gate.block(lambda: WeightsTorn("torn"))
     with pytest.raises(WeightsTorn):
-        waiting.result()
+        waiting.result(20)
     gate.open()
     with pytest.raises(WeightsTorn):
         read_once(gate)
@@ -303,7 +303,7 @@ def test_an_async_reader_waits_without_blocking_its_loop() -> None:
         assert not reader.done()
         opened = started(gate.open)
         assert await reader == "read"
-        opened.result()
+        opened.result(20)
 
     asyncio.run(main())
     assert gate.readers == 0
@@ -382,5 +382,5 @@ def test_no_reader_is_ever_inside_with_a_writer() -> None:
             writing.clear()
     stop.set()
     for reader in readers:
-        reader.result()
+        reader.result(20)
     assert not any(seen)

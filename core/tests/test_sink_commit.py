@@ -480,7 +480,7 @@ def test_readers_under_the_gate_always_see_one_of_two_states() -> None:
             report = sink.commit()
         assert report.copied == 0
     done = True
-    reader.result()
+    reader.result(20)
     assert set(seen) <= known
     assert len(set(seen)) == 2
 

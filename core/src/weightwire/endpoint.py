@@ -12,9 +12,10 @@ from weightwire.errors import Busy, MessageError, PeerLost
 
 WRONG_ADDRESS: Final = "check master_address and master_port"
 
+AGAIN_SECONDS: Final = 0.05
+"""After which who was not let in tries again."""
 _QUEUE: Final = 1024
 _POLL_SECONDS: Final = 0.01
-_AGAIN_SECONDS: Final = 0.05
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -50,9 +51,9 @@ def connect(address: str, port: int, deadline: Deadline, *, waits: bool = False)
         try:
             return _connect(address, port, deadline)
         except PeerLost:
-            if not waits or deadline.remaining() < _AGAIN_SECONDS:
+            if not waits or deadline.remaining() < AGAIN_SECONDS:
                 raise
-        deadline.sleep(_AGAIN_SECONDS)
+        deadline.sleep(AGAIN_SECONDS)
 
 
 def _connect(address: str, port: int, deadline: Deadline) -> socket.socket:

@@ -241,7 +241,7 @@ def _leave() -> None:
     until = time.monotonic() + _EXIT_SECONDS
     while _inside - {_leaver} and time.monotonic() < until:
         time.sleep(0.001)
-    # Nothing cuts these short: gloo gives up after five times its timeout (measured).
+    # Waits for keys end now, by `leaving`; a connection is given up after five times gloo's timeout (measured).
     until = time.monotonic() + _EXIT_CONSTRUCT_SECONDS
     while _constructing and time.monotonic() < until:
         time.sleep(0.001)

@@ -34,7 +34,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from weightwire.deadline import Deadline
-from weightwire.endpoint import WRONG_ADDRESS, connect, listen
+from weightwire.endpoint import AGAIN_SECONDS, WRONG_ADDRESS, connect, listen
 from weightwire.errors import (
     MessageError,
     PeerFailed,
@@ -64,7 +64,6 @@ _DEAD_SECONDS: Final = 0.05
 _EXPLAIN_SECONDS: Final = 0.3
 _GIVEN_UP_SECONDS: Final = 1.5
 """A rank gives up for a reason; where that is silence, members hear of it up to a beat apart."""
-_AGAIN_SECONDS: Final = 0.05
 _TRIES: Final = 3
 
 
@@ -192,10 +191,10 @@ class Rendezvous:
                 break
             except BaseException as error:
                 self.close()
-                over = isinstance(error, PeerLost) and deadline.remaining() < _AGAIN_SECONDS
+                over = isinstance(error, PeerLost) and deadline.remaining() < AGAIN_SECONDS
                 if over or attempt >= self._tries:
                     raise
-                deadline.sleep(_AGAIN_SECONDS)
+                deadline.sleep(AGAIN_SECONDS)
         return self
 
     @property
